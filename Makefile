@@ -1,5 +1,5 @@
-# make check: the drift check on this machine's CPU.  make test: the tests.  make test-slow: those that take longest.
-# make lint: ruff and pyright.  All set up .venv first.
+# make check: the drift check on this machine's CPU.  make test: the tests.  make test-slow: the slowest tests.
+# make lint: ruff, pyright, spelling and wording.  make docs: the documentation site.  Each target sets up .venv first.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
@@ -8,13 +8,13 @@ REQUIREMENTS = requirements/cpu-py$(VERSION).txt
 STAMP = $(VENV)/.installed
 CHECK_ARGS ?=
 TEST_ARGS ?=
-# Test files at a time; 0: all in one process.
+# Number of test files that run at the same time; 0 runs all in one process.
 TEST_JOBS ?= 2
 FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.json
 ENGINES = build/engines
 FRAMEWORKS = build/frameworks-py$(VERSION)
 
-.PHONY: check test test-slow lint fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-long gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-qk gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize gpu-figures kernels setup tables screenshots clean
+.PHONY: check test test-slow lint docs fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-long gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-qk gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize gpu-figures kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -24,19 +24,25 @@ test test-slow: setup $(ENGINES)/.fetched $(FRAMEWORKS)/.fetched
 	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) ALIGNKIT_FRAMEWORKS=$(CURDIR)/$(FRAMEWORKS) $(VENV)/bin/python -m pytest \
 	  -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "$(SLOW)" $(TEST_ARGS)
 
-# Mistakes, layout, types. `.venv/bin/ruff check --fix` and `.venv/bin/ruff format` mend what can be mended.
+# Errors, layout, types, spelling and wording. `.venv/bin/ruff check --fix` and `.venv/bin/ruff format` fix most findings.
 lint: setup
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/codespell
+	$(VENV)/bin/python -m tests.wording
 
-# Drawn calls of the ops, and drawn faults on one of two tensor-parallel ranks. The tests hold a short form.
+# The documentation site, in build/site. A broken link or an undocumented public name fails.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
+
+# Random calls of the ops, and random faults on one of two tensor-parallel ranks. The tests include a short run.
 fuzz: setup
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
-# The gpu-* targets are for a machine with Hopper GPUs that already holds torch, triton, pytest and the engines (vLLM 0.24 to 0.26,
-# Megatron-core 0.19.2): no network, no virtual environment. Each leaves JSON under $(RESULTS). Where the checkout has no
-# history with it, ALIGNKIT_COMMIT says which commit it is.
+# The gpu-* targets run on a machine with Hopper GPUs on which torch, triton, pytest, vLLM (0.24 to 0.26) and Megatron-core 0.19.2
+# are installed. They use no network and no virtual environment, and write JSON to $(RESULTS). In a checkout without git
+# history, ALIGNKIT_COMMIT names the commit.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
 gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-long gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-qk gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels
@@ -44,93 +50,93 @@ gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-long gpu-logp gpu-matmul gp
 kernels:
 	python3 setup.py --quiet build_ext --inplace
 
-# Of the ops, and of the engines on CUDA.
+# Tests of the ops and of both engines on CUDA.
 gpu-test:
 	$(GPU) benchmarks/gpu_tests.py $(TEST_ARGS)
 
-# The drift check, as on the CPU.
+# The drift check, same as on the CPU.
 gpu-check:
 	$(GPU) -m alignkit.cli check $(CHECK_ARGS) --out check-results
 	mkdir -p $(RESULTS) && cp check-results/check.json check-results/run.json $(RESULTS)
 
-# Rollout against training, pair by pair, at a real size and TP up to 4.
+# Rollout against training, pair by pair, at a realistic size and TP up to 4.
 gpu-e2e:
 	$(GPU) benchmarks/e2e.py $(E2E_ARGS)
 
-# The installed versions of both engines against each other, small. It runs on a CPU too.
+# The installed versions of both engines against each other, with a small model. Runs on a CPU too.
 gpu-versions:
 	$(GPU) benchmarks/versions.py $(VERSIONS_ARGS)
 
-# Rollout throughput and training step, stock and aligned, and where the time goes.
+# Rollout throughput and training step time, stock and aligned, with a profile.
 gpu-cost:
 	$(GPU) benchmarks/cost.py $(COST_ARGS)
 
-# Prefill and decoding of stock and aligned engines, from one short request to many long ones, TP 1 and 2.
+# Prefill and decode of stock and aligned engines, from one short request to many long ones, TP 1 and 2.
 gpu-long:
 	$(GPU) benchmarks/long.py $(LONG_ARGS)
 
-# linear_logp beside every peer that python3 finds, and the bare product.
+# linear_logp compared with every installed peer and with the bare GEMM.
 gpu-logp:
 	$(GPU) benchmarks/linear_logp.py $(LOGP_ARGS)
 
-# The linear layers' products beside stock cuBLAS and others.
+# GEMMs of the linear layers compared with cuBLAS and others.
 gpu-matmul:
 	$(GPU) benchmarks/matmul.py $(MATMUL_ARGS)
 
-# The gated delta rule's backward of the state beside flash-linear-attention's.
+# The backward pass of the gated delta rule's state compared with flash-linear-attention.
 gpu-gdn:
 	$(GPU) benchmarks/gated_delta_rule.py $(GDN_ARGS)
 
-# RMSNorm, forward and backward, beside its peers and a copy.
+# RMSNorm, forward and backward, compared with peers and with a copy.
 gpu-rms:
 	$(GPU) benchmarks/rms_norm.py $(RMS_ARGS)
 
-# Norms of queries and keys and their rotation, in one op, beside the separate ops and peers.
+# The fused QK norm and rotary embedding compared with the separate ops and peers.
 gpu-qk:
 	$(GPU) benchmarks/qk_norm_rope.py $(QK_ARGS)
 
-# Mixture of experts beside its peers.
+# Mixture of experts compared with peers.
 gpu-moe:
 	$(GPU) benchmarks/moe.py $(MOE_ARGS)
 
-# Attention, decoding and packed, beside FlashAttention 3 and cuDNN.
+# Attention, decode and packed, compared with FlashAttention 3 and cuDNN.
 gpu-attention:
 	$(GPU) benchmarks/attention.py $(ATTENTION_ARGS)
 
-# Sums over tensor-parallel ranks beside NCCL's.
+# Sums over tensor-parallel ranks compared with NCCL.
 gpu-tree-sum:
 	$(GPU) benchmarks/tree_sum.py $(TREE_SUM_ARGS)
 
-# Where the drift of stock engines begins, how it grows, and which op makes how much of it.
+# The origin of the drift of stock engines, its growth by layer, and each op's share.
 gpu-where-drift:
 	$(GPU) benchmarks/where_drift.py $(WHERE_DRIFT_ARGS)
 
-# verl's GRPO with and without the line that aligns it. It needs verl, Ray and TransformerEngine too.
+# verl's GRPO with and without alignkit. Needs verl, Ray and TransformerEngine.
 gpu-verl:
 	$(GPU) benchmarks/verl_grpo.py $(VERL_ARGS)
 
-# The figures of one GPU, one after the other.
+# All measurements of one GPU, one after the other.
 gpu-figures: gpu-rms gpu-qk gpu-attention gpu-matmul gpu-logp gpu-moe gpu-gdn gpu-where-drift gpu-cost gpu-long
 
-# The op tests under compute-sanitizer.
+# The tests of the ops under compute-sanitizer.
 gpu-sanitize:
 	$(GPU) benchmarks/sanitize.py $(SANITIZE_ARGS)
 
-# Sources of the other engine versions whose seams the tests resolve; read, never installed.
+# Sources of the other engine versions whose hook points the tests resolve. They are read, never installed.
 $(ENGINES)/.fetched: tests/fetch_engines.py | setup
 	$(VENV)/bin/python tests/fetch_engines.py $(ENGINES)
 	touch $@
 
-# verl and what it imports, in a folder that its tests alone look into.
+# verl and its imports, in a folder that only its tests use.
 $(FRAMEWORKS)/.fetched: requirements/frameworks.txt | setup
 	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(FRAMEWORKS) -r requirements/frameworks.txt
 	touch $@
 
-# The tables of README.md and docs, and the plots, from the files under benchmarks/results.
+# The tables of README.md and docs, and the plots, generated from benchmarks/results.
 tables: setup
 	$(VENV)/bin/python benchmarks/tables.py
 
-# The pictures of docs/bisect.md and docs/monitor.md; they need chromium.
+# The pictures of docs/bisect.md and docs/monitor.md. Needs chromium.
 screenshots: setup
 	$(VENV)/bin/python -m tests.bisection.screenshot
 	$(VENV)/bin/python -m tests.watch.screenshot
@@ -141,7 +147,7 @@ $(STAMP): pyproject.toml setup.py alignkit/_sources.py requirements/*.txt $(wild
 	@test -n "$(PYTHON)" || { echo "alignkit needs Python 3.11 or 3.12 on the PATH (or: make PYTHON=...)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
-	$(VENV)/bin/python -m pip install --quiet --no-deps -r $(REQUIREMENTS)
+	$(VENV)/bin/python -m pip install --quiet --no-deps -r $(REQUIREMENTS) -r requirements/docs.txt
 	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
 

@@ -1,10 +1,12 @@
-"""Builds the kernels. They have a plain C interface and no torch headers, so neither torch nor Python is needed to
-compile them. Those for the CPU take a C++17 compiler, those for Hopper GPUs nvcc. Where one of the two is missing the
-package installs all the same; `alignkit doctor` says what is missing. An nvcc that is there but fails, fails the
-installation.
+"""Build of the kernel libraries.
 
-A library is built again when it is not of the sources that are here: it says of which it is, by their hash. Of its files,
-only those are compiled again that changed, or whose headers, options or compiler did: Objects."""
+The kernels have a plain C interface and include neither torch nor Python headers. The CPU library needs a C++17
+compiler, the library for Hopper GPUs needs nvcc. If a compiler is missing, the package installs without that library;
+`alignkit doctor` reports it. A failure of nvcc fails the installation.
+
+A library embeds the hash of its sources and is rebuilt when the hash differs. The build recompiles an object only if
+its source, a header, the options or the compiler changed (class `Object`).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from setuptools.errors import ExecError
 
 OLDEST_NVCC = (12, 8)
 OBJECTS = Path("build/objects")
-# As a file: to import the package takes torch.
+# Loaded as a file: importing the package would import torch.
 SPEC = importlib.util.spec_from_file_location("alignkit_sources", "alignkit/_sources.py")
 hashes = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(hashes)
@@ -36,7 +38,7 @@ SPEC.loader.exec_module(hashes)
 CPU = Extension(
     "alignkit._cpu",
     sources=sorted(glob("csrc/cpu/*.cpp")),
-    # No contraction: a multiply-add is fused where the source says so and nowhere else.
+    # No contraction: the compiler must not fuse multiply-adds; the source calls fma explicitly.
     extra_compile_args=[
         "-O3",
         "-g0",
@@ -58,29 +60,29 @@ SM90 = Extension(
         "-O3",
         "-std=c++17",
         "-lineinfo",
-        "-Xptxas=-v",  # what becomes of each kernel: into the file .log beside the object
+        "-Xptxas=-v",  # register and shared-memory use per kernel, into the .log file beside the object
         "--fmad=false",  # no contraction, as above
         "-Xcompiler",
         "-fPIC",
     ],
-    extra_link_args=["-shared", "-cudart", "static"],  # beside the runtime of any torch
+    extra_link_args=["-shared", "-cudart", "static"],  # independent of torch's CUDA runtime
 )
 
 
 def nvcc_places() -> list[str]:
-    """Where an nvcc may be, the one to prefer first; not all are there."""
+    """Return the candidate paths of nvcc, in order of preference."""
     home = os.environ.get("CUDA_HOME")
     return [
         os.environ.get("CUDACXX", ""),
         f"{home}/bin/nvcc" if home else "",
         "nvcc",  # on the PATH
         "/usr/local/cuda/bin/nvcc",
-        f"{sysconfig.get_path('purelib')}/nvidia/cu13/bin/nvcc",  # of the package nvidia-cuda-nvcc
+        f"{sysconfig.get_path('purelib')}/nvidia/cu13/bin/nvcc",  # package nvidia-cuda-nvcc
     ]
 
 
 def version(compiler: str) -> str:
-    """What a compiler says of itself; nothing if it is broken or not there."""
+    """Return a compiler's --version output; empty if it is missing or fails."""
     if not shutil.which(compiler):
         return ""
     done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
@@ -88,19 +90,19 @@ def version(compiler: str) -> str:
 
 
 def nvcc_version(nvcc: str) -> tuple[int, int]:
-    """(0, 0) for what is not an nvcc, or a broken one."""
+    """Return nvcc's release as (major, minor); (0, 0) if it is missing or fails."""
     found = re.search(r"release (\d+)\.(\d+)", version(nvcc))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def find_nvcc() -> str | None:
-    """The first nvcc that is new enough."""
+    """Return the first nvcc of at least version OLDEST_NVCC, or None."""
     found = (shutil.which(place) for place in nvcc_places() if place)
     return next((nvcc for nvcc in found if nvcc and nvcc_version(nvcc) >= OLDEST_NVCC), None)
 
 
 def nvcc_compile(nvcc: str, compiled: Object, more: list[str]) -> None:
-    """What nvcc says is printed if it fails, and else lies beside the object."""
+    """Compile one object; nvcc's output is printed on failure, else written to the object's .log file."""
     command = [nvcc, *SM90.extra_compile_args, *more, "-c", compiled.source, "-o", str(compiled.path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
@@ -110,36 +112,39 @@ def nvcc_compile(nvcc: str, compiled: Object, more: list[str]) -> None:
 
 
 def nvcc_link(nvcc: str, objects: list[str], library: Path) -> list[str]:
-    libraries = Path(nvcc).resolve().parents[1] / "lib"  # the packages have no lib64, the only one where nvcc looks
+    libraries = Path(nvcc).resolve().parents[1] / "lib"  # nvcc searches lib64 alone, but the pip packages have lib
     found = [f"-L{libraries}"] if (libraries / "libcudart_static.a").exists() else []
     return [nvcc, *SM90.extra_compile_args, *SM90.extra_link_args, *found, *objects, "-o", str(library)]
 
 
 def part(ext: Extension) -> str:
-    """The folder of csrc that a library is built from."""
+    """Return the folder of csrc that a library is built from."""
     return ext.name.rpartition("._")[2]
 
 
 def current(library: Path, ext: Extension) -> bool:
-    """Whether `library` is there, and of the sources that are here."""
+    """Return whether `library` exists and embeds the hash of the present sources."""
     return library.exists() and hashes.of(part(ext)).encode() in library.read_bytes()
 
 
 class Object:
-    """A compiled source. Beside it lie what the compiler read, by its own word, a hash of that, of the options and of
-    the compiler, and, of a CUDA compiler, what it said."""
+    """A compiled source file.
+
+    The files beside it are the compiler's dependency list (.d), a hash of dependencies, options and compiler (.hash),
+    and nvcc's output (.log).
+    """
 
     def __init__(self, source: str, options: list[str], compiler: list[str]):
         self.source, self.options, self.compiler = source, options, compiler
-        self.path = OBJECTS / Path(source).relative_to(Path(source).anchor).with_suffix(".o")  # as setuptools names it
-        self.read, self.hash, self.log = (self.path.with_suffix(end) for end in (".d", ".hash", ".log"))
+        self.path = OBJECTS / Path(source).relative_to(Path(source).anchor).with_suffix(".o")  # setuptools' naming
+        self.dependencies, self.hash, self.log = (self.path.with_suffix(end) for end in (".d", ".hash", ".log"))
 
     def files(self) -> list[Path]:
-        """What the compiler read, perhaps without its own headers: a rule of make."""
-        _, _, files = self.read.read_text().replace("\\\n", " ").partition(": ")
+        """Return the files that the compiler read, from its make rule; system headers may be missing."""
+        _, _, files = self.dependencies.read_text().replace("\\\n", " ").partition(": ")
         return [Path(name.replace("\\ ", " ")) for name in re.split(r"(?<!\\)\s+", files.strip())]
 
-    def now(self) -> str:
+    def current_hash(self) -> str:
         total = hashlib.sha256(json.dumps([self.options, self.compiler]).encode())
         for file in self.files():
             total.update(hashlib.sha256(file.read_bytes()).digest())
@@ -147,24 +152,24 @@ class Object:
 
     def current(self) -> bool:
         try:
-            return self.path.exists() and self.hash.read_text() == self.now()
-        except OSError:  # compiled never, or only in part, or from a file that is gone
+            return self.path.exists() and self.hash.read_text() == self.current_hash()
+        except OSError:  # never compiled, interrupted, or a dependency was removed
             return False
 
     def compile(self, run: Callable[[Object, list[str]], None]) -> None:
-        """run(self, more options) compiles."""
+        """Compile with `run(self, extra options)`."""
         self.hash.unlink(missing_ok=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         began = time.time_ns()
-        run(self, [*self.options, "-MMD", "-MF", str(self.read)])
-        if all(file.stat().st_mtime_ns < began for file in self.files()):  # else it may be of what was there before
-            self.hash.write_text(self.now())
+        run(self, [*self.options, "-MMD", "-MF", str(self.dependencies)])
+        if all(file.stat().st_mtime_ns < began for file in self.files()):  # else a file may have changed meanwhile
+            self.hash.write_text(self.current_hash())
 
 
 def objects_of(ext: Extension, compiler: list[str]) -> list[Object]:
-    """compiler: what it is, and its options."""
-    said = f"-DALIGNKIT_SOURCES={hashes.of(part(ext))}"
-    return [Object(source, [said] if Path(source).stem == "identity" else [], compiler) for source in ext.sources]
+    """Return the objects of a library; `compiler` is the compiler's version and options."""
+    identity = f"-DALIGNKIT_SOURCES={hashes.of(part(ext))}"
+    return [Object(source, [identity] if Path(source).stem == "identity" else [], compiler) for source in ext.sources]
 
 
 def cuda_objects(ext: Extension, nvcc: str) -> list[Object]:
@@ -181,13 +186,13 @@ class BuildKernels(build_ext):
     def run(self):
         if self.nvcc is None:
             oldest = ".".join(map(str, OLDEST_NVCC))
-            print(f"alignkit: no nvcc {oldest} or newer was found; the CUDA kernels are not built")
-        for ext in (CPU, SM90):  # what is of other sources must not stay where nothing takes its place
+            print(f"alignkit: nvcc {oldest} or newer not found; the CUDA kernels are not built")
+        for ext in (CPU, SM90):  # remove outdated libraries, also those that this build cannot replace
             library = Path(self.get_ext_fullpath(ext.name))
             if not current(library, ext):
                 library.unlink(missing_ok=True)
         super().run()
-        if not self.inplace:  # the package goes where no sources are
+        if not self.inplace:  # the installed package has no sources beside it
             built = Path(self.get_ext_fullpath(CPU.name)).with_name(hashes.BUILT)
             built.parent.mkdir(parents=True, exist_ok=True)
             built.write_text(json.dumps({part(ext): hashes.of(part(ext)) for ext in (CPU, SM90)}) + "\n")
@@ -202,8 +207,8 @@ class BuildKernels(build_ext):
             self.spawn(nvcc_link(self.nvcc, objects, library))
         else:
             program = self.compiler.compiler_so_cxx
-            made_by = [*program, *CPU.extra_compile_args, version(program[0])]
-            objects = self.compile(objects_of(ext, made_by), self.compile_cpp)
+            compiler = [*program, *CPU.extra_compile_args, version(program[0])]
+            objects = self.compile(objects_of(ext, compiler), self.compile_cpp)
             self.compiler.link_shared_object(
                 objects, str(library), extra_postargs=CPU.extra_link_args, target_lang=CPU.language
             )
@@ -216,12 +221,12 @@ class BuildKernels(build_ext):
         self.compiler.compile([compiled.source], output_dir=str(OBJECTS), extra_postargs=options)
 
     def compile(self, objects, run) -> list[str]:
-        """The paths of the objects; of those to compile, as many at a time as there are cores."""
+        """Compile the outdated objects, one per core at a time, and return the paths of all objects."""
         stale = [each for each in objects if self.force or not each.current()]
-        stale.sort(key=lambda each: -os.path.getsize(each.source))  # what takes longest begins first
+        stale.sort(key=lambda each: -os.path.getsize(each.source))  # largest first, for load balance
 
         def one(i: int) -> None:
-            print(f"alignkit: compiles {stale[i].source} ({i + 1} of {len(stale)})", flush=True)
+            print(f"alignkit: compiling {stale[i].source} ({i + 1} of {len(stale)})", flush=True)
             stale[i].compile(run)
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -229,7 +234,7 @@ class BuildKernels(build_ext):
         return [str(each.path) for each in objects]
 
     def get_ext_filename(self, fullname):
-        return os.path.join(*fullname.split(".")) + ".so"  # one for every version of Python
+        return os.path.join(*fullname.split(".")) + ".so"  # independent of the Python version
 
     def get_export_symbols(self, ext):
         return []  # a shared library for ctypes, not a Python module

@@ -1,8 +1,8 @@
-"""alignkit: the same weights and the same tokens give the same logprob bits, in vLLM and in Megatron-core.
+"""alignkit: identical logprob bits from vLLM and Megatron-core for identical weights and tokens.
 
-`patch_vllm()` and `patch_megatron()` put both engines on the ops of `alignkit.ops`; `alignkit.drift` and
-`alignkit check` show that they agree. Importing alignkit imports neither engine; what stands below it, such as
-`alignkit.drift`, is imported when it is first used.
+`patch_vllm()` and `patch_megatron()` make both engines compute with the ops of `alignkit.ops`. `alignkit.drift` and
+the command `alignkit check` verify that the logprobs agree. `import alignkit` imports neither engine. Submodules such
+as `alignkit.drift` are imported on first use. Public: documented in docs/api/alignkit.md.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from .errors import AlignkitError, BackendError, DriftError, InputError, Unsuppo
 
 __version__ = "0.1.0"
 
-
-_BELOW = ("drift", "integrations", "megatron", "ops", "testing", "vllm")
+_SUBMODULES = ("dist", "drift", "integrations", "megatron", "ops", "testing", "vllm")
+"""Submodules that `__getattr__` imports on first use."""
 
 
 def patch_vllm() -> Patch:
-    """Align vLLM in this process and in the workers it starts: see `alignkit.vllm.patch_vllm`."""
+    """Align vLLM in this process and in the workers that it starts. See `alignkit.vllm.patch_vllm`."""
     from .vllm import patch_vllm
 
     return patch_vllm()
 
 
 def patch_megatron(vocab_size: int | None = None, *, keep_logits: bool = False) -> Patch:
-    """Align Megatron-core in this process: see `alignkit.megatron.patch_megatron`."""
+    """Align Megatron-core in this process. See `alignkit.megatron.patch_megatron`."""
     from .megatron import patch_megatron
 
     return patch_megatron(vocab_size, keep_logits=keep_logits)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _BELOW:
+    if name in _SUBMODULES:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_BELOW, "__version__"})
+    return sorted({*__all__, *_SUBMODULES, "__version__"})
 
 
 __all__ = [

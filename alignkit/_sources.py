@@ -1,4 +1,8 @@
-"""The hash of what the kernels are built from. setup.py reads this file by itself: it imports nothing of alignkit."""
+"""Hashes of the kernel sources.
+
+setup.py loads this file by its path, so it imports nothing from alignkit. setup.py writes the hashes to
+built.json and into the libraries; `runtime.built` compares them. A change of the digest requires a rebuild.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".inl")
 BUILT = "built.json"
-"""In a package that was installed without its sources: the hashes of those that it was built from."""
+"""Name of the file in an installed package that holds the hashes of the sources it was built from."""
 
 
 def files(part: str) -> list[Path]:
-    """What decides the library of csrc/`part`: its sources, and setup.py with the compilers' options."""
+    """Return the files that determine the library of csrc/`part`: its sources, and setup.py (compiler options)."""
     return [
         ROOT / "setup.py",
         ROOT / "csrc/interface.h",
@@ -21,7 +25,7 @@ def files(part: str) -> list[Path]:
 
 
 def digest(found: list[Path]) -> str:
-    """Of the places and contents of files."""
+    """Return the SHA-256 over the relative paths and contents of `found`, in that order."""
     total = hashlib.sha256()
     for file in found:
         content = file.read_bytes()
@@ -30,5 +34,5 @@ def digest(found: list[Path]) -> str:
 
 
 def of(part: str) -> str | None:
-    """None where the sources are not beside the package."""
+    """Return the hash of the sources of csrc/`part`, or None if they are not beside the package."""
     return digest(files(part)) if (ROOT / "csrc" / part).is_dir() else None

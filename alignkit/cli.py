@@ -1,4 +1,7 @@
-"""The command `alignkit`: check, compare, bisect, doctor, serve, watch."""
+"""The command line `alignkit`: check, compare, bisect, doctor, serve, watch.
+
+Commands, options and exit statuses are public.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ import click
 from .errors import AlignkitError, InputError, UnsupportedError
 from .models import ARCHITECTURES, FAMILIES
 
-# What a command does is imported when it runs: a broken installation is then an error like others, not a traceback and
-# Python's status 1, which here means "not equal".
+# Each command imports its modules when it runs. A broken installation then ends with a one-line error and status 5,
+# instead of a traceback and Python's status 1, which means "not equal" here.
 
 EXIT_DIFFERENT = 1
 EXIT_USAGE = 2
@@ -25,19 +28,23 @@ EXIT_UNEXPECTED = 5
 EXIT_INTERRUPTED = 130
 STATUSES = """\b
 Exit status:
-  0    all is equal to the last bit
-  1    something is not; nothing else ends with 1
-  2    wrong usage: an unknown command, option or value
-  3    refused: bad input, or something that alignkit cannot keep aligned
-  4    failed: an engine, a kernel or the system did
-  5    an unexpected error; alignkit --traceback COMMAND ... shows where
-  130  interrupted
+  0    success: all compared values are bitwise equal, all tests passed
+  1    a difference was found or a test failed; no other outcome exits with 1
+  2    usage error: unknown command, option or value
+  3    refused: invalid input, or a feature that alignkit does not support
+  4    failed: an error in an engine, a kernel or the operating system
+  5    unexpected error: use `alignkit --traceback COMMAND ...` to locate it
+  130  interrupted by Ctrl-C or SIGTERM
 """
 DTYPES = ("bfloat16", "float32")
+BISECT_FAMILIES = {
+    name: family for name, family in FAMILIES.items() if family.experts is None or family.experts.score == "softmax"
+}
+"""Families that `alignkit bisect` supports: dense, or MoE with a softmax router."""
 
 
 class FamilyName(click.Choice):
-    """A family of models, as a file of `alignkit.models` is named, with hyphens or underscores."""
+    """The name of a model family in `alignkit.models`, spelled with hyphens or underscores."""
 
     def __init__(self, names: Iterable[str]):
         super().__init__([name.replace("_", "-") for name in names])
@@ -48,10 +55,13 @@ class FamilyName(click.Choice):
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=STATUSES)
 @click.version_option(package_name="alignkit")
-@click.option("--traceback", "with_traceback", is_flag=True, help="Show where an error comes from.")
+@click.option("--traceback", "with_traceback", is_flag=True, help="Print the Python traceback of an error.")
 @click.pass_obj
 def cli(settings: dict, with_traceback: bool) -> None:
-    """Training and rollout logprobs, equal to the last bit."""
+    """Make vLLM and Megatron-core compute bitwise equal logprobs, and verify it.
+
+    Run `alignkit COMMAND --help` for the options of a command.
+    """
     settings["traceback"] = with_traceback
 
 
@@ -59,45 +69,46 @@ def cli(settings: dict, with_traceback: bool) -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help=f"HF checkpoint directory: {', '.join(ARCHITECTURES)}.  [default: a random-weight one is made]",
+    help="HF checkpoint directory.  [default: create a small model with random weights]  Supported architectures: "
+    f"{', '.join(ARCHITECTURES)}.",
 )
 @click.option(
     "--model-family",
     type=FamilyName(FAMILIES),
-    help="Of the model that is made.  [default: qwen3, and qwen3-moe for a few rows beside it]",
+    help="Family of the random-weight model.  [default: qwen3, plus some tests of qwen3-moe]",
 )
 @click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("check-results"),
-    show_default=True,
-    help="Directory for the results.",
+    "--out", type=click.Path(path_type=Path), default=Path("check-results"), show_default=True, help="Output directory."
 )
 @click.option(
-    "--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), help="May be given twice.  [default: both]"
+    "--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), help="Model dtype; repeatable.  [default: both]"
 )
 @click.option(
-    "--tp", type=int, help="Largest tensor-parallel size; 1 leaves those rows out.  [default: 2; 1 with a single GPU]"
+    "--tp",
+    type=int,
+    help="Largest tensor-parallel size to test; 1 skips tensor parallelism.  [default: 2; 1 with a single GPU]",
 )
-@click.option("--full", is_flag=True, help="Every pair of rollout and training, in every dtype.")
+@click.option("--full", is_flag=True, help="Test every pair of rollout and training setups in every dtype.")
 @click.option(
     "--training",
     "trainings",
     multiple=True,
-    help="Compare a batch with this training instead of all that: tp1-te-packed (TransformerEngine's layer spec), "
-    "tp2-sp-pp2-padded, tp1-cp2-packed, ... May be given several times.",
+    help="Test only this training setup, against a batched rollout; repeatable. Examples: tp1-te-packed "
+    "(TransformerEngine layer spec), tp2-sp-pp2-padded, tp1-cp2-packed.",
 )
-@click.option("--max-tokens", default=64, show_default=True, help="Tokens sampled for each prompt.")
-@click.option("--temperature", default=1.0, show_default=True, help="Of the sampling.")
-@click.option("--seed", default=0, show_default=True, help="Of weights, prompts and sampling.")
-@click.option("--timeout", default=1800.0, show_default=True, help="Seconds one engine may take.")
+@click.option("--max-tokens", default=64, show_default=True, help="Tokens to sample per prompt.")
+@click.option("--temperature", default=1.0, show_default=True, help="Sampling temperature.")
+@click.option("--seed", default=0, show_default=True, help="Seed for weights, prompts and sampling.")
+@click.option("--timeout", default=1800.0, show_default=True, help="Time limit per engine, in seconds.")
 @click.option("--report/--no-report", default=True, show_default=True, help="Write report.html.")
 def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, temperature, seed, timeout, report) -> int:
-    """Run real engines before and after patching and compare their logprobs.
+    """Compare logprobs of real engines, unpatched and patched.
 
-    Writes check.json, run.json, report.html and the engines' logs into --out. Exit status: 0 if every patched
-    row is equal to the last bit, 1 if one is not, 3 if the check was refused before an engine was started, 4 if an
-    engine failed.
+    Samples tokens with vLLM, recomputes their logprobs with Megatron-core and compares the bits. Runs each engine in
+    its own process. Writes check.json, run.json, report.html and the engine logs to --out.
+
+    Exit status: 0 if all logprobs of patched engines are bitwise equal, 1 if any differ, 3 if the check was refused
+    before an engine started, 4 if an engine failed.
     """
     from .check import report as reports
     from .check import run as runs
@@ -131,24 +142,27 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
         soft_wrap=True,
     )
     for failure in result.failures:
-        _say(f"not equal: {failure}")
+        _print_error(f"not equal: {failure}")
     if (command := runs.bisect_command(options, result)) is not None:
-        _say(f"where it begins: {command}")
+        _print_error(f"to locate the first difference: {command}")
     return EXIT_DIFFERENT if result.failures else 0
 
 
 @cli.command()
 @click.argument("rollout", type=click.Path(path_type=Path))
 @click.argument("training", type=click.Path(path_type=Path))
-@click.option("--allow-contract-mismatch", is_flag=True, help="Compare although the contract ids differ.")
+@click.option("--allow-contract-mismatch", is_flag=True, help="Compare files whose contract ids differ.")
 @click.option(
-    "--worst", type=click.IntRange(min=0), default=10, show_default=True, help="How many of the worst tokens to print."
+    "--worst", type=click.IntRange(min=0), default=10, show_default=True, help="Number of worst tokens to print."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
-    """Compare two logprob files, ROLLOUT and TRAINING.
+    """Compare two logprob files.
 
-    Exit status: 0 if all logprobs are equal to the last bit, 1 if not, 3 if the files cannot be compared.
+    ROLLOUT and TRAINING are files written by `alignkit.drift.save`. Prints drift metrics and the tokens whose
+    logprobs differ most.
+
+    Exit status: 0 if all logprobs are bitwise equal, 1 if any differ, 3 if the files cannot be compared.
     """
     from rich.console import Console
     from rich.table import Table
@@ -177,32 +191,33 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="HF checkpoint directory of a Qwen2, Qwen3, Llama, Mistral, Qwen3-MoE, Qwen2-MoE or Mixtral model.  "
-    "[default: a small random-weight one is made]",
+    help="HF checkpoint directory.  [default: create a small model with random weights]  Supported architectures: "
+    f"{', '.join(family.architecture for family in BISECT_FAMILIES.values())}.",
 )
 @click.option(
     "--arch",
-    type=FamilyName(name for name, of in FAMILIES.items() if of.experts is None or of.experts.score == "softmax"),
+    type=FamilyName(BISECT_FAMILIES),
     default="qwen3",
     show_default=True,
-    help="Family of the model that is made.",
+    help="Family of the random-weight model.",
 )
-@click.option("--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True, help="Model dtype.")
 @click.option(
     "--tokens",
     type=click.Path(path_type=Path),
-    help="A logprob file, or a monitor's replay, whose sequences are run.  [default: random ones, or a recording's]",
+    help="Logprob file or monitor replay file with the token sequences to run.  [default: the sequences of the "
+    "recording if one side is a recording, else random ones]",
 )
 @click.option(
     "--decode",
     default=0,
     show_default=True,
-    help="Tokens that the first vLLM side samples after each sequence, so that it is recorded decoding.",
+    help="Tokens that the first vLLM side samples after each sequence, to record decode steps.",
 )
 @click.option(
     "--swap",
     metavar="OP=aligned",
-    help="Also run the stock sides with one op exchanged for alignkit's: rms_norm, linear, rope, attention, "
+    help="Also run the stock sides with one op replaced by alignkit's. OP: rms_norm, linear, rope, attention, "
     "silu_mul or head.",
 )
 @click.option(
@@ -210,29 +225,41 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
     type=click.Path(path_type=Path),
     default=Path("bisect-results"),
     show_default=True,
-    help="Directory for the results.",
+    help="Output directory.",
 )
-@click.option("--budget", default=256, show_default=True, help="MiB of tensors recorded of each side.")
-@click.option("--seed", default=0, show_default=True, help="Of weights, tokens and sampling.")
-@click.option("--timeout", default=1800.0, show_default=True, help="Seconds one engine may take.")
+@click.option("--budget", default=256, show_default=True, help="MiB of tensor values to record per side.")
+@click.option("--seed", default=0, show_default=True, help="Seed for weights, tokens and sampling.")
+@click.option("--timeout", default=1800.0, show_default=True, help="Time limit per engine, in seconds.")
 @click.option("--report/--no-report", default=True, show_default=True, help="Write report.html.")
 def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, timeout, report) -> int:
-    """Find the first point of the model at which two engines differ.
+    """Find the first model activation that differs between two engines.
 
-    A and B are each one of stock-vllm, aligned-vllm, stock-megatron, aligned-megatron and hf, or the directory of a
-    recording (such as OUT/recordings/a of an earlier run). Settings follow a colon: stock-vllm:tp=2,chunk=16 or
-    aligned-megatron:tp=2,mode=packed (padded, one; packed is aligned-megatron's).
+    Runs the same tokens and weights through both sides, A and B, and compares the output of every op in the order of
+    computation. Each side is one of stock-vllm, aligned-vllm, stock-megatron, aligned-megatron and hf, or the directory
+    of a recording, such as OUT/recordings/a of an earlier run.
 
-    The same tokens and weights go through both. Engines run eagerly, vLLM without CUDA graphs. Writes bisect.json,
-    report.html, the recordings and the engines' logs into --out. Exit status: 0 if nothing differs, 1 if something
-    does, 3 if it was refused, 4 if an engine failed or is not deterministic.
+    \b
+    Settings of a side follow a colon:
+      tp=N               tensor-parallel size (vLLM, Megatron-core)
+      chunk=N            maximum number of tokens per step (vLLM)
+      batch_invariant=1  vLLM's batch-invariant mode (stock-vllm on a GPU)
+      mode=MODE          micro-batches: padded, one (a sequence each) or
+                         packed (Megatron-core, hf; packed requires
+                         aligned-megatron)
+
+    Engines run eagerly, without CUDA graphs. Writes bisect.json, report.html, the recordings and the engine logs to
+    --out.
+
+    Exit status: 0 if nothing differs, 1 if something differs, 3 if the comparison was refused, 4 if an engine failed
+    or is not deterministic.
 
     \b
     Examples:
       alignkit bisect stock-vllm stock-megatron
+      alignkit bisect stock-vllm:tp=2,chunk=16 aligned-megatron:mode=packed
       alignkit bisect stock-vllm stock-megatron --swap linear=aligned
       alignkit bisect aligned-vllm:tp=2 aligned-megatron --model DIR --decode 8
-    """
+    """  # noqa: D301 - click reads the control character \b
     from .check import report as reports
     from .check.terminal import Terminal, console, interrupted_by_sigterm
     from .drift.bisect import report as views
@@ -242,7 +269,7 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
         reports.require_report_libraries()
     op, _, to = (swap or "").partition("=")
     if swap and to != "aligned":
-        raise InputError(f"swap: {swap!r} is not OP=aligned")
+        raise InputError(f"swap: must have the form OP=aligned, got {swap!r}")
     options = runs.Options(
         a,
         b,
@@ -277,30 +304,42 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
 
 
 @cli.command()
-@click.option("--explain", "op", metavar="OP", help="Which kernel computes OP of a problem, such as rows=64, and why.")
+@click.option(
+    "--explain",
+    "op",
+    metavar="OP",
+    help="Print the kernel that computes OP for the problem NAME=VALUE..., and why the other kernels are skipped.",
+)
 @click.option(
     "--recipe",
     type=click.Path(exists=True, path_type=Path),
-    help="What alignkit refuses of a recipe of verl, NeMo-RL or slime; of a folder, of each in it.",
+    help="Check the settings of a verl, NeMo-RL or slime recipe (YAML file or shell script), or of all recipes in a "
+    "folder.",
 )
 @click.argument("problem", nargs=-1, metavar="[NAME=VALUE]...")
 def doctor(op, recipe, problem) -> int:
-    """Print versions, live patches, backends and the contract, and test the invariance of the ops here.
+    """Check the installation and test the ops.
 
-    With --explain, nothing of that: `alignkit doctor --explain linear rows=64 k=4096 n=6144 dtype=bf16 family=sm90`. An OP
-    that there is not is answered by the list of those there are, one without a problem by what it takes.
+    Prints the versions, contract, kernels, backends and patches of this environment. Then tests the golden bits and
+    the batch invariance of every op. With --explain or --recipe, does what that option says instead.
 
-    With --recipe, nothing of that: `alignkit doctor --recipe run_qwen3_8b_megatron.sh`, a YAML file or a script.
+    \b
+    Examples:
+      alignkit doctor
+      alignkit doctor --explain linear rows=64 k=4096 n=6144 dtype=bf16
+      alignkit doctor --recipe run_qwen3_8b_megatron.sh
 
-    Exit status: 0 if every test passes, 1 if one does not, 3 if something of a recipe is refused.
-    """
+    An unknown OP prints the list of known ops. A missing NAME=VALUE prints the names that OP requires.
+
+    Exit status: 0 if all tests pass, 1 if any fail, 3 if the recipe has unsupported settings.
+    """  # noqa: D301 - click reads the control character \b
     if recipe is not None:
         from .integrations import recipe as recipes
 
-        said, served = (recipes.survey if recipe.is_dir() else recipes.report)(recipe)
-        for line in said:
+        lines, supported = (recipes.survey if recipe.is_dir() else recipes.report)(recipe)
+        for line in lines:
             click.echo(line)
-        return 0 if served else EXIT_REFUSED
+        return 0 if supported else EXIT_REFUSED
     if op is not None:
         from .explain import explain
 
@@ -308,24 +347,25 @@ def doctor(op, recipe, problem) -> int:
             click.echo(line)
         return 0
     if problem:
-        raise click.UsageError("NAME=VALUE: only with --explain")
+        raise click.UsageError("NAME=VALUE: requires --explain OP")
     from . import doctor as doctors
 
     for line in doctors.facts():
         click.echo(line)
     passed = True
-    for name, problem in doctors.self_test():
-        click.echo(f"{'FAIL' if problem else 'pass'}  {name}" + (f": {problem}" if problem else ""))
-        passed = passed and problem is None
+    for name, failure in doctors.self_test():
+        click.echo(f"{'FAIL' if failure else 'pass'}  {name}" + (f": {failure}" if failure else ""))
+        passed = passed and failure is None
     return 0 if passed else EXIT_DIFFERENT
 
 
 @cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="MODEL [OPTIONS OF VLLM SERVE]...")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="MODEL [VLLM SERVE OPTIONS]...")
 def serve(arguments) -> None:
-    """Serve MODEL with vLLM's own server, aligned, or not at all.
+    """Run `vllm serve` with aligned engines.
 
-    Takes the options of `vllm serve`; --help lists them. What cannot be aligned is refused before the server listens.
+    Accepts the options of `vllm serve`; `alignkit serve --help` lists them. Refuses unsupported options before the
+    server accepts connections.
     """
     from .config import require_variables
     from .vllm.serve import serve as serve_vllm
@@ -340,32 +380,44 @@ def serve(arguments) -> None:
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Where to listen. Others than this machine can read the page only if this is one of its addresses.",
+    help="Address to listen on. The default accepts connections from this machine only.",
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0: any that is free.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="Port; 0 picks a free one."
+)
 def watch(directory, host, port) -> int:
-    """Serve a page over a drift monitor's directory DIR: drift by step, ranks, worst tokens, live."""
+    """Show the files of a drift monitor in a browser.
+
+    Serves a web page of the monitor's directory DIR: drift by step, ranks and worst tokens, updated live.
+    """
     from .check.terminal import interrupted_by_sigterm
     from .watch.server import serve as serve_page
 
     try:
         with interrupted_by_sigterm():
-            serve_page(directory, host, port, lambda url: click.echo(f"{directory}: {url}  (Ctrl-C ends it)"))
-    except KeyboardInterrupt:  # how it ends
+            serve_page(directory, host, port, lambda url: click.echo(f"{directory}: {url}  (press Ctrl-C to stop)"))
+    except KeyboardInterrupt:  # the normal way to stop the server
         return EXIT_INTERRUPTED
     return 0
 
 
-def _say(message: object) -> None:
-    """As an error. Not by click, which looks for the stream of bytes below: vLLM's server exchanges `sys.stderr.write` for one
-    that takes text only."""
+def _print_error(message: object) -> None:
+    """Print a message to stderr.
+
+    `click.echo` writes to the underlying byte stream, but vLLM's server replaces `sys.stderr.write` with a function
+    that takes text only.
+    """
     print(message, file=sys.stderr)
 
 
 def main(args: list[str] | None = None) -> None:
-    """The entry point: however a command ends, its exit status says how, as in `STATUSES`.
+    """Run a command and exit with a status of `STATUSES`.
 
-    A command returns its status. SystemExit is another program's within it; its 1 becomes EXIT_FAILED.
+    A command returns its status. A SystemExit comes from another program that the command runs, such as vLLM's server;
+    its status 1 becomes EXIT_FAILED.
+
+    Args:
+        args: Command-line arguments; None takes `sys.argv`.
     """
     settings = {"traceback": False}
     try:
@@ -375,13 +427,13 @@ def main(args: list[str] | None = None) -> None:
         e.show(sys.stderr)
         status = EXIT_USAGE
     except (KeyboardInterrupt, click.Abort):
-        _say("interrupted; the engines were stopped")
+        _print_error("interrupted; the engines were stopped")
         status = EXIT_INTERRUPTED
     except SystemExit as e:
         if e.code is not None and not isinstance(e.code, int):
-            _say(e.code)
+            _print_error(e.code)
         status = EXIT_FAILED if e.code == 1 or not isinstance(e.code, int | None) else e.code
-    except BrokenPipeError:  # who read the output has left; what is still buffered goes nowhere
+    except BrokenPipeError:  # the reader closed the pipe: discard buffered output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = EXIT_FAILED
     except Exception as e:
@@ -390,16 +442,16 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _failed(e: Exception, with_traceback: bool) -> int:
-    """Says what went wrong, and returns the exit status."""
+    """Print the error and return the exit status."""
     if with_traceback:
         traceback.print_exception(e)
     expected = isinstance(e, (AlignkitError, OSError))
     if expected:
-        _say(f"error: {e}")
+        _print_error(f"error: {e}")
     elif not with_traceback:
         message = " ".join(str(e).split())
-        _say(f"unexpected {type(e).__name__}: {message:.300}")
-        _say("alignkit --traceback COMMAND ... shows where")
+        _print_error(f"unexpected {type(e).__name__}: {message:.300}")
+        _print_error("run `alignkit --traceback COMMAND ...` to print the traceback")
     if isinstance(e, (InputError, UnsupportedError)):
         return EXIT_REFUSED
     return EXIT_FAILED if expected else EXIT_UNEXPECTED

@@ -1,7 +1,8 @@
-"""Every environment variable that alignkit reads: its name, the words it takes, its default and what it means.
+"""Environment variables that alignkit reads: name, accepted values, default and meaning.
 
-They are read through one object: ``config.strict`` is what ``ALIGNKIT_STRICT`` says at that moment. Nothing is kept here;
-where an answer is kept, the variable's `when` says so. docs/configuration.md lists the same table.
+All are read through one object: ``config.strict`` is the current value of ``ALIGNKIT_STRICT``. This module caches
+nothing; a variable's `when` says if its value is cached elsewhere. docs/configuration.md lists the same table,
+which tests/test_config.py compares.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ NO = ("0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class Variable(Generic[T]):
-    """A variable of the environment; as an attribute of `config`, what it says."""
+    """An environment variable; as an attribute of `config`, its current value."""
 
     name: str
     allowed: tuple[str, ...]
-    """The words it takes; of what is no list of words, a description in angle brackets."""
+    """Accepted words, or one description in angle brackets."""
     parse: Callable[[str], T | None]
-    """Its value from a word without space around it; None: that word is not allowed."""
+    """Conversion of a stripped word to a value; None rejects the word."""
     default: T
-    """Where it is unset, or empty and `parse` does not take that."""
+    """Value if the variable is unset."""
     meaning: str
     when: str
-    """When it is read."""
+    """Time at which the variable is read."""
     workers: bool = True
-    """Whether all processes of an engine must have it alike."""
-    refusal: str = ""
-    """How a word that is not allowed is refused, after "is"; by default the allowed words are listed."""
+    """True if all processes of an engine must have the same value."""
+    requirement: str = ""
+    """Requirement in the error message for a rejected word; by default the list of accepted words."""
     error: type[AlignkitError] = InputError
+    """Error class for a rejected word."""
 
     @overload
     def __get__(self, config: None, owner: type) -> Variable[T]: ...
@@ -46,16 +48,16 @@ class Variable(Generic[T]):
         return self if config is None else self.read()
 
     def read(self) -> T:
-        """What it says now. Raises `error`, which names it and the words that it takes."""
+        """Return the current value; raise `error` if the environment holds a rejected word."""
         given = os.environ.get(self.name)
         return self.default if given is None else self.of(given)
 
     def of(self, given: str) -> T:
-        """What `given` says, as `read` does."""
+        """Return the value of the string `given`; raise `error` if it is rejected."""
         value = self.parse(given.strip())
         if value is None:
-            refusal = self.refusal or f"none of {', '.join(self.allowed)}"
-            raise self.error(f"{self.name}: {given!r} is {refusal}")
+            requirement = self.requirement or f"must be one of {', '.join(self.allowed)}"
+            raise self.error(f"{self.name}: {requirement}, got {given!r}")
         return value
 
 
@@ -68,7 +70,7 @@ def _flag(name: str, default: bool, meaning: str, when: str) -> Variable[bool]:
         default,
         meaning,
         when,
-        refusal=f"neither of {', '.join(YES)} nor of {', '.join(NO)}",
+        requirement=f"must be a boolean ({'/'.join(YES)} or {'/'.join(NO)})",
     )
 
 
@@ -77,8 +79,8 @@ def _word(name: str, allowed: tuple[str, ...], default: str, meaning: str, when:
     return Variable(name, allowed, words.get, default, meaning, when, error=BackendError)
 
 
-def _text(name: str, what: str, default: str, meaning: str, when: str, workers: bool = True) -> Variable[str]:
-    return Variable(name, (f"<{what}>",), lambda word: word or default, default, meaning, when, workers)
+def _text(name: str, kind: str, default: str, meaning: str, when: str, workers: bool = True) -> Variable[str]:
+    return Variable(name, (f"<{kind}>",), lambda word: word or default, default, meaning, when, workers)
 
 
 def _seconds(word: str) -> float | None:
@@ -90,48 +92,49 @@ def _seconds(word: str) -> float | None:
 
 
 class Config:
-    """alignkit's variables, then those of others that it reads."""
+    """The environment variables: alignkit's own, then those of other projects that alignkit reads."""
 
     backend = _word(
         "ALIGNKIT_BACKEND",
         ("auto", "cpu", "reference", "triton", "cuda"),
         "auto",
-        "The backend that ops run on; auto takes the fastest of the tensors' device. All of one device family give the "
-        "same bits.",
-        "when an op is first called, then kept",
+        "Backend of the ops; auto selects the fastest for the tensors' device. All backends of a device family give "
+        "the same bits.",
+        "at the first op call, then cached",
     )
     cpu_isa = _word(
         "ALIGNKIT_CPU_ISA",
         ("generic", "avx2", "avx512"),
         "",
-        "The instruction set of the CPU kernels, by default the best of the machine. All give the same bits.",
-        "when the CPU kernels are loaded, then kept",
+        "Instruction set of the CPU kernels; by default the best that the machine supports. All give the same bits.",
+        "when the CPU kernels are loaded, then cached",
     )
     strict = _flag(
         "ALIGNKIT_STRICT",
         False,
-        "Values on a GPU are looked at before they are used, although that waits for it.",
+        "Validate input values on a GPU before use, which synchronizes with the device.",
         "in every call",
     )
     symmetric = _flag(
         "ALIGNKIT_SYMMETRIC",
         True,
-        "Ranks add through memory that their GPUs read over NVLink, where there is such; else NCCL gathers.",
-        "when a group of ranks first adds, then kept for the group",
+        "Sum over tensor-parallel ranks through symmetric memory (NVLink) if available; otherwise NCCL gathers.",
+        "at the first sum of a process group, then cached for the group",
     )
     symmetric_timeout = Variable(
         "ALIGNKIT_SYMMETRIC_TIMEOUT",
         ("<seconds>",),
         _seconds,
         None,
-        "How long a rank waits in such a sum for another; by default as long as the group's collectives do.",
-        "when a group of ranks first adds, then kept for the group",
-        refusal="not a number of seconds between 0 and 1e9",
+        "Longest time, in seconds, that a rank waits for another in such a sum; by default the group's collective "
+        "timeout.",
+        "at the first sum of a process group, then cached for the group",
+        requirement="must be a number of seconds in (0, 1e9)",
     )
     vllm = _flag(
         "ALIGNKIT_VLLM",
         False,
-        "vLLM is aligned in each process where it loads its plugins. patch_vllm() sets it while it is in force.",
+        "Align vLLM in every process that loads vLLM's plugins. patch_vllm() sets it while the patch is active.",
         "when vLLM loads its plugins",
     )
     ranks_per_gpu = Variable(
@@ -139,17 +142,17 @@ class Config:
         ("<number>",),
         {"": 1, **{str(n): n for n in range(1, 9)}}.get,
         1,
-        "How many ranks of an engine in the check and the benchmarks share a GPU, for a machine with fewer GPUs than ranks. "
-        "NCCL 2.30 or later does so, with NCCL_MULTI_RANK_GPU_ENABLE=1: slow, but the same kernels and bits.",
+        "Ranks of an engine that share a GPU in `alignkit check` and the benchmarks, for machines with fewer GPUs than "
+        "ranks. Needs NCCL 2.30 or later with NCCL_MULTI_RANK_GPU_ENABLE=1: slow, but the same kernels and bits.",
         "when the check or a benchmark plans its engines",
         workers=False,
-        refusal="not a number from 1 to 8",
+        requirement="must be an integer from 1 to 8",
     )
     commit = _text(
         "ALIGNKIT_COMMIT",
         "a commit",
         "",
-        "Which commit reports name, where the checkout has no history with it.",
+        "Commit to name in reports if the checkout has no git history.",
         "when a report is written",
         workers=False,
     )
@@ -157,15 +160,15 @@ class Config:
         "XDG_CACHE_HOME",
         "a folder",
         "~/.cache",
-        "Where it is remembered, in a folder alignkit, that the bits were tested with what is installed.",
-        "when that is looked up",
+        "Folder for alignkit's cache: results of the golden-bits test for the installed versions.",
+        "when the cache is read",
     )
     ptxas = _text(
         "TRITON_PTXAS_PATH",
         "a file",
         "",
-        "Triton's assembler, if not its own: the bits are tested with it first.",
-        "when an op is first called on a GPU",
+        "Assembler that Triton uses instead of its bundled one; alignkit then tests the golden bits first.",
+        "at the first op call on a GPU",
     )
 
 
@@ -173,25 +176,27 @@ config = Config()
 VARIABLES: tuple[Variable[Any], ...] = tuple(v for v in vars(Config).values() if isinstance(v, Variable))
 
 
-def refused_variables() -> list[str]:
-    """Of each variable that is set to what it does not take, the error."""
-    said = []
+def invalid_variables() -> list[str]:
+    """Return the error message of every variable with a rejected value."""
+    messages = []
     for variable in VARIABLES:
         try:
             variable.read()
         except AlignkitError as e:
-            said.append(str(e))
-    return said
+            messages.append(str(e))
+    return messages
 
 
 def require_variables() -> None:
-    """Raises InputError for variables that are set to what they do not take: before engines are started, which would find out one
-    by one, or never."""
-    if said := refused_variables():
-        raise InputError("; ".join(said))
+    """Raise InputError if any variable has a rejected value.
+
+    Call this before starting engines: each engine process reads only some variables, some of them late.
+    """
+    if messages := invalid_variables():
+        raise InputError("; ".join(messages))
 
 
 def unknown(environment: dict[str, str] | os._Environ[str]) -> list[str]:
-    """Names in it that begin as alignkit's do and are none: misspelt, or of its tests and benchmarks."""
+    """Return the ALIGNKIT_* names in `environment` that the package does not read, e.g. misspelled ones."""
     known = {v.name for v in VARIABLES}
     return sorted(name for name in environment if name.startswith("ALIGNKIT_") and name not in known)

@@ -1,17 +1,17 @@
-"""HF safetensors weights to Megatron-core's GPTModel layout, and back.
+"""Conversion of HF safetensors weights to Megatron-core's GPTModel layout, and back.
 
-Pure tensor bookkeeping: neither engine is imported and no number is changed, except by an explicit dtype. Which tensors
-there are, and how they are cut, is data of the families in `alignkit.models`.
+The conversion only slices and concatenates tensors. Values change only through an explicit dtype, and neither engine is
+imported. The families in `alignkit.models` define the tensors and their sharding. Public: the names in `__all__`.
 
 Megatron's layout, per tensor-parallel rank:
 
-- ``linear_qkv`` rows go by KV group: the queries of group 0, its key, its value, then group 1, ...
+- ``linear_qkv`` rows are ordered by KV group: the queries of group 0, its key, its value, then group 1, ...
   A rank owns whole groups.
 - ``linear_fc1`` rows are ``[gate | up]`` of the rank's slice of the intermediate size.
-- ``linear_proj`` and ``linear_fc2`` are cut along their columns.
-- The vocabulary is padded with zero rows to a multiple of ``128 * tp``, then cut along its rows.
-- An expert-parallel rank has neighbouring experts, numbered from 0 on each; its expert-tensor-parallel ranks cut them as
-  tensor-parallel ranks do the MLP of a dense model.
+- ``linear_proj`` and ``linear_fc2`` are sharded along their columns.
+- The vocabulary is padded with zero rows to a multiple of ``128 * tp``, then sharded along its rows.
+- An expert-parallel rank owns consecutive experts, numbered from 0 on each rank. Expert-tensor-parallel ranks shard
+  each expert like tensor-parallel ranks shard a dense MLP.
 """
 
 from __future__ import annotations
@@ -43,10 +43,17 @@ _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 
 
 def check_weights(arch: Architecture, weights: Mapping[str, torch.Tensor]) -> None:
-    """That `weights`, HF names to whole tensors, are those of `arch`: all of them, of their shapes, and no others.
+    """Check that `weights` has exactly the tensors of `arch`, with their shapes and floating-point types.
 
-    Of a `Checkpoint` only headers are read, and the two copies of a tied head.
-    Raises UnsupportedError for a tensor of something else, InputError for one that is missing or not what it should be.
+    Reads only the headers of a `Checkpoint`, and both copies of a tied head.
+
+    Args:
+        arch: The model's architecture.
+        weights: HF names -> whole tensors.
+
+    Raises:
+        InputError: If a tensor is missing or has another shape, or if two copies of a tied head differ.
+        UnsupportedError: If a tensor is not one of the family's, or is not floating-point.
     """
     names = set()
     for name, shape in ((n, s) for _, shapes, _ in arch.weights() for n, s in shapes.items()):
@@ -54,17 +61,17 @@ def check_weights(arch: Architecture, weights: Mapping[str, torch.Tensor]) -> No
             raise InputError(f"model: the checkpoint has no tensor {name!r}")
         _check_tensor(weights, name, shape)
         names.add(name)
-    foreign = sorted(name for name in weights if name not in names and not _ignored(arch, name))
-    if foreign:
-        raise UnsupportedError(f"model: {len(foreign)} tensors are not {arch.family}'s, first {foreign[0]!r}")
+    unknown = sorted(name for name in weights if name not in names and not _is_ignored(arch, name))
+    if unknown:
+        raise UnsupportedError(f"model: {len(unknown)} tensors do not belong to {arch.family}, first {unknown[0]!r}")
     if arch.tied and "lm_head.weight" in weights:
         head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
         if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or not torch.equal(
             head.contiguous().view(torch.uint8), embedding.contiguous().view(torch.uint8)
         ):
             raise InputError(
-                "tie_word_embeddings: config.json says that the head is the embedding, but the checkpoint "
-                "carries another lm_head.weight; with false it is a head of its own"
+                "tie_word_embeddings: true, but the checkpoint's lm_head.weight differs from the embedding. "
+                "Set it to false in config.json if the model has a separate head"
             )
 
 
@@ -76,9 +83,9 @@ def _check_tensor(weights: Mapping[str, torch.Tensor], name: str, shape: tuple[i
         dtype, found = weights[name].dtype, tuple(weights[name].shape)
         floating = dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     if found != shape:
-        raise InputError(f"model: {name} has shape {found}, not {shape}")
+        raise InputError(f"model: {name}: expected shape {shape}, got {found}")
     if not floating:
-        raise UnsupportedError(f"model: {name} is of type {dtype}")
+        raise UnsupportedError(f"model: {name}: expected a floating-point type, got {dtype}")
 
 
 def to_megatron(
@@ -95,16 +102,31 @@ def to_megatron(
     fused_norms: bool = False,
     grouped_experts: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """One rank's GPTModel state dict.
+    """Return one rank's GPTModel state dict.
 
-    weights: HF names to whole tensors, for instance a `Checkpoint`.
-    ep_rank, ep_size: among the expert-parallel ranks. expert_tp_rank, expert_tp_size: among those that share each expert;
-        None: as `tp_rank` and `tp_size`.
-    fused_norms: name the norms as the TransformerEngine layer spec does, in the linears after them; else as the local one.
-    grouped_experts: name experts' weights as TEGroupedMLP does, in one module for all; else as SequentialMLP.
-    dtype: type of the result; None keeps each tensor's own.
-    Raises UnsupportedError if `tp_size` does not divide the heads, or `ep_size` the experts, or if the checkpoint holds tensors of
-    something else, InputError for one that is missing or not what it should be; before anything is made.
+    All checks run before any tensor is created.
+
+    Args:
+        arch: The model's architecture.
+        weights: HF names -> whole tensors, for instance a `Checkpoint`.
+        tp_rank: Tensor-parallel rank.
+        tp_size: Tensor-parallel size.
+        ep_rank: Expert-parallel rank.
+        ep_size: Expert-parallel size.
+        expert_tp_rank: Expert-tensor-parallel rank; None: `tp_rank`.
+        expert_tp_size: Expert-tensor-parallel size; None: `tp_size`.
+        dtype: Type of the result; None keeps each tensor's own.
+        fused_norms: Name the norms like TransformerEngine's layer spec, inside of the linears that follow them. False:
+            like the local layer spec.
+        grouped_experts: Name experts' weights like TEGroupedMLP, one module for all. False: like SequentialMLP.
+
+    Returns:
+        Megatron's parameter names -> this rank's shards.
+
+    Raises:
+        UnsupportedError: If `tp_size` does not divide the heads or widths, or `ep_size` the experts, or if a tensor is
+            not one of the family's.
+        InputError: If a rank is out of range, or a tensor is missing or has another shape.
     """
     arch.check_tp(tp_size)
     expert_tp_rank = tp_rank if expert_tp_rank is None else expert_tp_rank
@@ -116,90 +138,99 @@ def to_megatron(
         ("expert_tp_rank", expert_tp_rank, expert_tp_size),
     ):
         if not 0 <= rank < size:
-            raise InputError(f"{name}: {rank} is not in [0, {size})")
+            raise InputError(f"{name}: must be in [0, {size}), got {rank}")
     check_ep(arch, ep_size)
     check_weights(arch, weights)
 
-    def cut(weight: Weight, tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-        def take(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    def shard(weight: Weight, tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        def chunk(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
             return tensor.chunk(size, dim)[rank].contiguous().to(dtype or tensor.dtype)
 
         first = tensors[0]
-        if weight.cut == "vocabulary":
+        if weight.sharding == "vocabulary":
             padding = first.new_zeros(arch.padded_vocab(size) - arch.vocab, arch.hidden)
-            return take(torch.cat([first, padding]))
-        if weight.cut == "kv groups":
-            return take(merge_qkv(arch, *tensors))
-        if weight.cut == "gate and up":
-            return torch.cat([take(tensor) for tensor in tensors])
-        if weight.cut == "columns":
-            return take(first, 1)
+            return chunk(torch.cat([first, padding]))
+        if weight.sharding == "kv groups":
+            return chunk(merge_qkv(arch, *tensors))
+        if weight.sharding == "gate and up":
+            return torch.cat([chunk(tensor) for tensor in tensors])
+        if weight.sharding == "columns":
+            return chunk(first, 1)
         return first.float() if weight.fp32 else first.to(dtype or first.dtype)
 
-    made = {}
+    state_dict = {}
     for weight, shapes, name in arch.weights():
         rank, size = tp_rank, tp_size
-        if (expert := _expert(name)) is not None:
-            holder, number = divmod(expert, arch.experts // ep_size)
-            if holder != ep_rank:
+        if (expert := _expert_index(name)) is not None:
+            owner, number = divmod(expert, arch.experts // ep_size)
+            if owner != ep_rank:
                 continue
-            name, rank, size = _of_rank(name, number, grouped_experts), expert_tp_rank, expert_tp_size
-        made[_fused(arch, weight, name) if fused_norms else name] = cut(
+            name, rank, size = _rank_name(name, number, grouped_experts), expert_tp_rank, expert_tp_size
+        state_dict[_fused_name(arch, weight, name) if fused_norms else name] = shard(
             weight, [weights[hf] for hf in shapes], rank, size
         )
-    return made
+    return state_dict
 
 
 def to_hf(
     arch: Architecture, names: Iterable[str], shards: Callable[[str], list[torch.Tensor]], *, ep_size: int = 1
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole HF tensors, one at a time, from Megatron's shards: the inverse of `to_megatron`.
+    """Yield whole HF tensors, one at a time, from Megatron's shards: the inverse of `to_megatron`.
 
-    names: the Megatron names to convert, of either layer spec, the same in the same order on every rank.
-    shards: gives the tensors of all tensor-parallel ranks for a name; called once a name. For an expert's, those of all
-        expert-tensor-parallel ranks of the first of `ep_size` expert-parallel ranks, then of the second, ...
-    Raises UnsupportedError for a name that `to_megatron` does not make.
+    Args:
+        arch: The model's architecture.
+        names: Megatron names to convert, of either layer spec, in the same order on every rank.
+        shards: Maps a name to the tensors of all tensor-parallel ranks; called once for each name. For an expert's
+            weight: the tensors of all expert-tensor-parallel ranks of expert-parallel rank 0, then of rank 1, ...
+        ep_size: Expert-parallel size.
+
+    Yields:
+        HF name and whole tensor.
+
+    Raises:
+        UnsupportedError: If a name is not one that `to_megatron` returns.
     """
     check_ep(arch, ep_size)
     known: dict[str, list[tuple[Weight, list[str]]]] = {}
     for weight, shapes, name in arch.weights():
         whole = weight, list(shapes)
-        if (expert := _expert(name)) is None:
-            known[name] = known[_fused(arch, weight, name)] = [whole]
+        if (expert := _expert_index(name)) is None:
+            known[name] = known[_fused_name(arch, weight, name)] = [whole]
             continue
         for grouped in (False, True):
-            known.setdefault(_of_rank(name, expert % (arch.experts // ep_size), grouped), []).append(whole)
+            known.setdefault(_rank_name(name, expert % (arch.experts // ep_size), grouped), []).append(whole)
     for name in names:
         if name not in known:
             raise UnsupportedError(f"model: {name!r} is not a weight of {arch.family}")
         parts = shards(name)
         each = len(parts) // len(known[name])
         for i, (weight, hf) in enumerate(known[name]):
-            yield from zip(hf, _joined(arch, weight, parts[i * each : (i + 1) * each]), strict=True)
+            yield from zip(hf, _merge_shards(arch, weight, parts[i * each : (i + 1) * each]), strict=True)
 
 
 def check_ep(arch: Architecture, ep_size: int) -> None:
-    """UnsupportedError unless each of `ep_size` expert-parallel ranks gets as many experts."""
+    """Raise UnsupportedError unless `ep_size` expert-parallel ranks divide the number of experts."""
     if ep_size < 1 or (ep_size > 1 and (not arch.experts or arch.experts % ep_size)):
-        raise UnsupportedError(f"ep: {ep_size} expert-parallel ranks do not divide {arch.experts} experts")
+        requirement = f"must divide experts = {arch.experts}" if arch.experts else "must be 1 without experts"
+        raise UnsupportedError(f"ep: {requirement}, got {ep_size}")
 
 
-_OF_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(\w+)\.weight$")
+_EXPERT_WEIGHT = re.compile(r"\.local_experts\.(\d+)\.(\w+)\.weight$")
 
 
-def _expert(name: str) -> int | None:
-    """The number of the expert that a weight of the whole model is of, if it is of one."""
-    found = _OF_EXPERT.search(name)
+def _expert_index(name: str) -> int | None:
+    """Return the index of the expert that a whole model's weight belongs to, or None."""
+    found = _EXPERT_WEIGHT.search(name)
     return None if found is None else int(found[1])
 
 
-def _of_rank(name: str, number: int, grouped: bool) -> str:
-    """The name of an expert's weight on the rank that counts it as `number`."""
-    return _OF_EXPERT.sub(rf".\g<2>.weight{number}" if grouped else rf".local_experts.{number}.\g<2>.weight", name)
+def _rank_name(name: str, number: int, grouped: bool) -> str:
+    """Return the name of an expert's weight on the rank that owns the expert as its local expert `number`."""
+    return _EXPERT_WEIGHT.sub(rf".\g<2>.weight{number}" if grouped else rf".local_experts.{number}.\g<2>.weight", name)
 
 
-def _fused(arch: Architecture, weight: Weight, name: str) -> str:
-    """The whole `name` of a weight with the TransformerEngine layer spec. The norm before experts is by itself there too."""
+def _fused_name(arch: Architecture, weight: Weight, name: str) -> str:
+    """Return a weight's full name in TransformerEngine's layer spec; a norm before experts remains a module."""
     if weight.megatron not in FUSED_NORMS:
         return name
     if weight.megatron == "pre_mlp_layernorm.weight" and arch.has_experts(int(name.split(".")[2])):
@@ -207,36 +238,49 @@ def _fused(arch: Architecture, weight: Weight, name: str) -> str:
     return name.removesuffix(weight.megatron) + FUSED_NORMS[weight.megatron]
 
 
-def _joined(arch: Architecture, weight: Weight, parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The HF tensors of a weight, from its `parts` by rank."""
-    if weight.cut == "vocabulary":
+def _merge_shards(arch: Architecture, weight: Weight, parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the HF tensors of a weight from its shards, in rank order."""
+    if weight.sharding == "vocabulary":
         return (torch.cat(parts)[: arch.vocab],)
-    if weight.cut == "kv groups":
+    if weight.sharding == "kv groups":
         return split_qkv(arch, torch.cat(parts))
-    if weight.cut == "gate and up":
+    if weight.sharding == "gate and up":
         gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
         return torch.cat(gates), torch.cat(ups)
-    if weight.cut == "columns":
+    if weight.sharding == "columns":
         return (torch.cat(parts, 1),)
     return (parts[0],)
 
 
 def merge_qkv(arch: Architecture, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q ``[heads * D, ...]``, k and v ``[kv_heads * D, ...]`` (weights or biases) to rows by KV group."""
+    """Interleave q, k and v by KV group, as in Megatron's ``linear_qkv``.
+
+    Args:
+        arch: The model's architecture.
+        q: Weight or bias ``[heads * D, ...]``.
+        k: Weight or bias ``[kv_heads * D, ...]``.
+        v: Like k.
+
+    Returns:
+        ``[(heads + 2 * kv_heads) * D, ...]``.
+    """
     groups = [x.unflatten(0, (arch.kv_heads, -1)) for x in (q, k, v)]
     return torch.cat(groups, 1).flatten(0, 1)
 
 
 def split_qkv(arch: Architecture, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The inverse of `merge_qkv`."""
+    """Return q, k and v: the inverse of `merge_qkv`."""
     width = arch.head_dim * arch.heads // arch.kv_heads
     parts = qkv.unflatten(0, (arch.kv_heads, -1)).split([width, arch.head_dim, arch.head_dim], 1)
     q, k, v = (x.flatten(0, 1).contiguous() for x in parts)
     return q, k, v
 
 
-def _ignored(arch: Architecture, name: str) -> bool:
-    """Tensors some checkpoints carry beside the weights: rotary tables, a copy of a tied head, and layers for multi-token
-    prediction."""
-    further = tuple(f"model.layers.{arch.layers + i}." for i in range(arch.mtp_layers))
-    return name.startswith(further) or name.endswith("rotary_emb.inv_freq") or (arch.tied and name == "lm_head.weight")
+def _is_ignored(arch: Architecture, name: str) -> bool:
+    """Return whether a tensor is a redundant extra: a rotary table, a tied head's copy, or part of an MTP layer."""
+    mtp_prefixes = tuple(f"model.layers.{arch.layers + i}." for i in range(arch.mtp_layers))
+    return (
+        name.startswith(mtp_prefixes)
+        or name.endswith("rotary_emb.inv_freq")
+        or (arch.tied and name == "lm_head.weight")
+    )

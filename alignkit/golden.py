@@ -1,9 +1,11 @@
-"""The golden bits: what the ops give, forward and backward, for fixed inputs; golden_cpu.json and golden_sm90.json hold
-their hashes, as they were when the contract's id was last changed. The tests compare them, `alignkit doctor`, and
-`alignkit.runtime.shown` where versions are installed that the bits were not shown with.
+"""Golden bits: hashes of the ops' results, forward and backward, for fixed inputs.
 
-After a change of the contract, and of its id, they are written anew, on the CPU and on a GPU of the family:
-``python -m alignkit.golden cpu`` and ``python -m alignkit.golden cuda``. Under the same id this adds new cases alone.
+golden_cpu.json and golden_sm90.json hold the hashes under the current contract id. The tests, `alignkit doctor`, and
+`alignkit.runtime.validated` (for versions that are not validated) compare against them.
+
+After a change of the contract and its id, rewrite them on a CPU and on a GPU of the family: ``python -m alignkit.golden
+cpu`` and ``python -m alignkit.golden cuda``. Under the same id this adds new cases only.
+Names of cases are keys of these files. A change of a case's inputs needs a new name, or a new contract id.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ from . import ops
 from .contract.rope import Llama3, Yarn, yarn_attention_factor
 from .errors import BackendError
 from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
-from .runtime import dispatch, families, shown
+from .runtime import dispatch, families, validated
 from .runtime.families import Family
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Inputs:
-    """Makes a case's inputs on a device, the same on every machine and with every version of torch."""
+    """Generator of a case's inputs on a device, identical on every machine and with every version of torch."""
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype):
         self.device, self.dtype = torch.device(device), dtype
 
     def integers(self, *shape: int, seed: int, below: int) -> torch.Tensor:
-        """int64 in [0, below)."""
+        """Return pseudorandom int64 in [0, below)."""
         v = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             v = (v ^ (v >> np.uint64(shift))) * np.uint64(factor)
@@ -43,15 +45,14 @@ class Inputs:
         return v.to(self.device)
 
     def values(self, *shape: int, seed: int, scale: float = 2.0**-6, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Multiples of `scale` in [-100, 100] times it: exact in bf16 for a power of two. Of the case's type unless
-        another is given."""
+        """Return multiples of `scale`, -100 to 100 times; exact in bf16 if `scale` is a power of two."""
         return ((self.integers(*shape, seed=seed, below=201) - 100).double() * scale).to(dtype or self.dtype)
 
     def tensor(self, data: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(data, dtype=dtype, device=self.device)
 
     def run(self, function: Callable, *leaves: torch.Tensor) -> list[torch.Tensor]:
-        """Outputs of `function` and the gradients of its leaves, for fixed gradients of the outputs."""
+        """Return the outputs of `function` and the gradients of its leaves, for fixed gradients of the outputs."""
         leaves = tuple(t.clone().requires_grad_() for t in leaves)
         out = function(*leaves)
         out = out if isinstance(out, tuple) else (out,)
@@ -102,7 +103,7 @@ def attention(given: Inputs) -> list[torch.Tensor]:
 
 
 def long_attention(given: Inputs) -> list[torch.Tensor]:
-    """Sequences that end at the border of a leaf of the family, after it and after two; the last queries from a cache too."""
+    """Compute attention of sequences that end at a leaf border, after it, and after two; paged too."""
     family = families.of_type(given.device)
     assert family is not None
     leaf, heads = family.kv_leaf, 2
@@ -110,15 +111,15 @@ def long_attention(given: Inputs) -> list[torch.Tensor]:
     starts = given.tensor([0, *np.cumsum(lens).tolist()])
     q, k, v = (given.values(sum(lens), h, 32, seed=h + i, scale=2.0**-5) for i, h in enumerate((heads, 1, 1)))
     pages = -(-lens[-1] // 16)
-    blocks = given.tensor([(11 * i + 3) % pages for i in range(pages)])  # all of them: 11 divides no such number
+    blocks = given.tensor([(11 * i + 3) % pages for i in range(pages)])  # a permutation: 11 does not divide pages
     cache = [given.values(pages, 16, 1, 32, seed=seed, scale=2.0**-5) for seed in (5, 6)]
-    many, few = (
+    chunk, decode = (
         ops.paged_attention(
             q[:n], *cache, blocks[None].int(), given.tensor([0, n], torch.int32), given.tensor([lens[-1]], torch.int32)
         )
         for n in (90, 1)
     )
-    return [*given.run(lambda q, k, v: ops.attention(q, k, v, starts), q, k, v), many, few]
+    return [*given.run(lambda q, k, v: ops.attention(q, k, v, starts), q, k, v), chunk, decode]
 
 
 def head(given: Inputs) -> list[torch.Tensor]:
@@ -138,19 +139,21 @@ def head(given: Inputs) -> list[torch.Tensor]:
 
 
 def large_head(given: Inputs) -> list[torch.Tensor]:
-    """More rows and ids than one chain of the gradients takes on any device family."""
+    """Compute a head with more rows and ids than one gradient chain covers on any device family."""
     h, w = given.values(8300, 16, seed=1, scale=2.0**-5), given.values(4300, 16, seed=2)
     target = given.integers(8300, seed=4, below=4300)
     return given.run(lambda h, w: ops.linear_logp(h, w, target), h, w)
 
 
 def gated_delta_rule(given: Inputs) -> list[torch.Tensor]:
-    """The CPU leaves the order of a sum to torch: there, only inputs for which all of the arithmetic is exact. On a GPU others
-    too, packed and dense."""
+    """Compute the gated delta rule's backward pass, packed and dense.
+
+    On the CPU the order of sums is torch's, so these inputs make all arithmetic exact. A GPU gets inexact inputs too.
+    """
     rows, heads, starts = 150, 2, given.tensor([0, 22, 22, 150])
 
-    def few(*shape: int, seed: int) -> torch.Tensor:
-        """-1, 0 or 1, most of them 0."""
+    def sparse(*shape: int, seed: int) -> torch.Tensor:
+        """Return -1, 0 or 1, mostly 0."""
         v = given.integers(*shape, seed=seed, below=24)
         return (v == 1).to(given.dtype) - (v == 2).to(given.dtype)
 
@@ -158,10 +161,10 @@ def gated_delta_rule(given: Inputs) -> list[torch.Tensor]:
         return (given.integers(*shape, seed=seed, below=5) - 2).to(given.dtype) / 2
 
     def decays(t: torch.Tensor) -> torch.Tensor:
-        """Sums of the logarithms to base 2 of powers of it: -2, -1 or 0, in every row."""
+        """Return base-2 logarithms of decays: 0, -1 or -2."""
         return -(t % 3).float()
 
-    q, k, w = (few(1, rows, heads, 64, seed=seed) for seed in (1, 2, 3))
+    q, k, w = (sparse(1, rows, heads, 64, seed=seed) for seed in (1, 2, 3))
     do, dv = (halves(1, rows, heads, 64, seed=seed) for seed in (4, 5))
     g, gk = (decays(given.integers(*q.shape[:n], seed=n, below=30)) for n in (3, 4))
     dht = halves(3, heads, 64, 64, seed=6).float()
@@ -180,15 +183,15 @@ def gated_delta_rule(given: Inputs) -> list[torch.Tensor]:
 
 
 def mixtures(given: Inputs) -> list[torch.Tensor]:
-    """Mixture of experts: routers of each kind, with equal logits among others, and experts of which some have no rows."""
+    """Compute MoE routers of each kind, with tied logits, and experts, some of them without rows."""
     z = given.values(40, 60, seed=1, dtype=torch.float32, scale=2.0**-4)
     z[:8] = z[:8].round()
     bias = given.values(60, seed=2, dtype=torch.float32)
     limited = {"score": "sigmoid", "bias": bias, "groups": 5, "top_groups": 2, "scale": 2.5}
     found = []
-    for how in ({}, {"normalize": False}, limited, limited | {"normalize": False}):
-        found += given.run(lambda z, how=how: ops.moe_router(z, 4, **how)[0], z)
-        found.append(ops.moe_router(z, 4, **how)[1])
+    for options in ({}, {"normalize": False}, limited, limited | {"normalize": False}):
+        found += given.run(lambda z, options=options: ops.moe_router(z, 4, **options)[0], z)
+        found.append(ops.moe_router(z, 4, **options)[1])
     weights, ids = (t.detach() for t in ops.moe_router(z, 4))
     ids[ids == 7], ids[5] = -1, -1
     x, gate_up, down = given.values(40, 48, seed=3), given.values(60, 128, 48, seed=4), given.values(60, 48, 64, seed=5)
@@ -198,8 +201,11 @@ def mixtures(given: Inputs) -> list[torch.Tensor]:
 
 
 def normed_rotations(given: Inputs) -> list[torch.Tensor]:
-    """Norms of queries and keys and their rotation in one op, of odd numbers: the sum of their squares is exact in any
-    order and no product is zero. So all device families give these bits, and the two ops one after the other do."""
+    """Compute qk_norm_rope of odd integers times a power of two.
+
+    Their sum of squares is exact in any order, and no product is zero. All device families give the same bits, and so
+    do the separate ops.
+    """
 
     def odd(*shape: int, seed: int) -> torch.Tensor:
         return ((2 * given.integers(*shape, seed=seed, below=200) - 199).double() * 2.0**-7).to(given.dtype)
@@ -234,21 +240,22 @@ CASES = {
 
 
 def path(family: Family) -> Path:
+    """Return the file of a family's golden hashes."""
     return family.golden
 
 
 def load(family: Family) -> dict[str, list[str]]:
-    """The hashes of each case's tensors. Raises BackendError where they are not those of this contract."""
-    kept = json.loads(path(family).read_text())
-    if kept["contract"] != family.contract_id:
+    """Return the hashes of each case's tensors; raise BackendError if the file belongs to another contract id."""
+    stored = json.loads(path(family).read_text())
+    if stored["contract"] != family.contract_id:
         raise BackendError(
-            f"{path(family).name} holds the bits of {kept['contract']}, but this is {family.contract_id}"
+            f"{path(family).name}: must hold the bits of {family.contract_id}, got those of {stored['contract']}"
         )
-    return kept["sha256"]
+    return stored["sha256"]
 
 
 def hashes(case: str, device: torch.device | str) -> list[str]:
-    """What a case gives on `device`, by the backend that is chosen."""
+    """Return the hashes of a case's tensors on `device`, computed by the selected backend."""
     function, dtype = CASES[case]
     return [
         hashlib.sha256(t.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -257,37 +264,42 @@ def hashes(case: str, device: torch.device | str) -> list[str]:
 
 
 def difference(device: torch.device, backend: str) -> str | None:
-    """The first golden that `device` gives otherwise, by `backend`, which must be the chosen one; None if all hold."""
+    """Return the first golden mismatch on `device`, or None; `backend` must be the selected one."""
     family = families.of_type(device)
-    assert family is not None  # it has a backend
-    kept = load(family)
+    assert family is not None  # a device with a backend has a family
+    stored = load(family)
     for case in CASES:
         if backend == families.REFERENCE and CASES[case][0] in (large_head, long_attention):
-            continue  # minutes, for the arithmetic that head and attention have too
-        if case not in kept:
-            return f"{case}: no bits are kept"
+            continue  # takes minutes; head and attention cover the same arithmetic
+        if case not in stored:
+            return f"{case}: no golden hashes are stored"
         try:
-            seen = hashes(case, device)
-        except Exception as e:  # a compiler that fails on a kernel is a finding too
+            computed = hashes(case, device)
+        except Exception as e:  # e.g. a compiler failure
             return f"{case}: {type(e).__name__}: {e}"
-        wrong = [i for i, (a, b) in enumerate(zip(seen, kept[case], strict=True)) if a != b]
+        wrong = [i for i, (a, b) in enumerate(zip(computed, stored[case], strict=True)) if a != b]
         if wrong:
-            return f"{case}: tensor {wrong[0]} of {len(seen)} has other bits"
+            return f"{case}: tensor {wrong[0]} of {len(computed)} has different bits"
     return None
 
 
 def write(device: torch.device | str) -> None:
-    """Writes the hashes of the family of `device`: all of them if the contract's id is another than the file's, and else those
-    that are not in it. Raises BackendError where one that is there does not hold."""
-    with shown.unchecked():  # the old ones need not hold
+    """Write the golden hashes of the family of `device`.
+
+    Under a new contract id, all hashes are replaced. Under the id of the file, new cases are added.
+
+    Raises:
+        BackendError: under the id of the file, a stored hash differs.
+    """
+    with validated.unchecked():  # the stored hashes may not match
         family = dispatch.family(device)
-        seen = {case: hashes(case, device) for case in CASES}
+        computed = {case: hashes(case, device) for case in CASES}
     before = json.loads(path(family).read_text())
     if before["contract"] == family.contract_id:
-        for case, kept in before["sha256"].items():
-            if seen[case] != kept:
-                raise BackendError(f"{case}: has other bits, under the same {family.contract_id}")
-    path(family).write_text(json.dumps({"contract": family.contract_id, "sha256": seen}, indent=1) + "\n")
+        for case, stored in before["sha256"].items():
+            if computed[case] != stored:
+                raise BackendError(f"{case}: bits differ from the stored ones under the same {family.contract_id}")
+    path(family).write_text(json.dumps({"contract": family.contract_id, "sha256": computed}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""Attention beside its peers, on one GPU: ``make gpu-attention``; options in ATTENTION_ARGS.
+"""Time of attention against FlashAttention 3 and cuDNN, on one GPU: ``make gpu-attention``; options in ATTENTION_ARGS.
 
-bf16, causal, grouped heads. The file (benchmarks/results/h200/attention.json) is ``{"runs": {...}, "rows": [...]}``;
-``runs``: by the rows' ``run``, what they were made on. A row:
+Causal GQA in bf16. The result file, benchmarks/results/h200/attention.json, is ``{"runs": {...}, "rows": [...]}``;
+``runs`` maps a row's ``run`` to its environment. The fields of a row, which ``tables.py`` reads:
 
 ``impl``
-    "alignkit"; "alignkit-triton", that by Triton alone; "fa3", FlashAttention 3 as vLLM calls it, with splits of its
-    own choice and its schedule made beforehand; "cudnn", torch's scaled_dot_product_attention by cuDNN;
-    "sdpa-deterministic", that under deterministic algorithms, by what torch chooses then: it takes cuDNN's backward
-    pass for not deterministic. One that is not installed or fails is named, and the others go on.
+    "alignkit"; "alignkit-triton", alignkit's Triton kernels; "fa3", FlashAttention 3 as vLLM calls it, with its own
+    split heuristic and precomputed scheduler metadata; "cudnn", torch's scaled_dot_product_attention with cuDNN;
+    "sdpa-deterministic", the same with deterministic algorithms, for which torch does not select cuDNN's backward. An
+    implementation that is not installed or fails is reported and skipped.
 ``pass``
-    "decode": one query of each request, from a cache in pages of 16 in drawn order, as a CUDA graph. "forward"; "backward",
-    alone, of one forward pass that came before; "forward_backward": of packed sequences of equal length, or where ``drawn`` of
-    drawn ones.
+    "decode": one query per request, from a cache of 16-token pages in random order, as a CUDA graph. "forward",
+    "backward" (of one earlier forward) and "forward_backward": packed sequences of equal length, or of random lengths
+    if ``drawn``.
 ``batch``, ``context``, ``heads``, ``kv_heads``, ``head_dim``, ``drawn``
-    Requests or sequences, and positions of each; of drawn lengths, of all together.
+    Number of requests or sequences, and positions of each; if ``drawn``, ``context`` is the total over all sequences.
 ``us``, ``tb_s``, ``tflops``
-    Median time on the device, cold cache; of decoding, the cache's bytes by it; else the products' operations by it.
+    Median GPU time with a cold cache; decode: the cache's bytes per time; otherwise: the GEMMs' operations per time.
 ``x``, ``x_deterministic``
-    The time over that of the peer, timed by turns: "fa3", of gradients "cudnn" and "sdpa-deterministic". None, and
-    absent, where that failed.
+    Time relative to the peer, from interleaved runs: "fa3", or "cudnn" for gradients; and relative to
+    "sdpa-deterministic". None or absent if the peer failed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.options import time_is_up, told
-from lib.results import H200, backend, keys, made_on, merge, of_sources, read, run_name, write
+from lib.results import H200, backend, merge, read, row_keys, run_info, run_name, with_sources, write
 from lib.stopwatch import Stopwatch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -42,18 +42,17 @@ from alignkit import ops
 from alignkit.runtime import dispatch
 
 PAGE = 16
-MOST = 60e9
-"""Bytes of a cache at most."""
-COLD = 1 << 28
-"""Bytes of the caches that a graph reads, one after the other: several times the GPU's own."""
-COPIES = 16
-"""Of a cache, at most."""
+MAX_CACHE_BYTES = 60e9
+COLD_BYTES = 1 << 28
+"""Total bytes of the cache copies that a graph reads in turn, several times the size of L2."""
+MAX_COPIES = 16
+"""Largest number of copies of a cache."""
 SPLITS = 32
-"""vLLM's bound of FlashAttention 3's splits in CUDA graphs."""
+"""vLLM's limit of FlashAttention 3's split-KV in CUDA graphs."""
 KEY = ("impl", "pass", "batch", "context", "heads", "kv_heads", "head_dim", "drawn")
 PEER = {"decode": "fa3", "forward": "fa3", "backward": "cudnn", "forward_backward": "cudnn"}
 OPERATIONS = {"forward": 4, "backward": 10, "forward_backward": 14}
-"""Of a score that is seen, times the head's dimension."""
+"""Operations per unmasked score, divided by the head dimension."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +68,23 @@ class Case:
         if not self.drawn:
             return [self.context] * self.batch
         torch.manual_seed(0)
-        weights = torch.rand(self.batch).square() + 0.02  # many short ones, few long ones
+        weights = torch.rand(self.batch).square() + 0.02  # skewed to short sequences
         lengths = (weights / weights.sum() * self.context).int().clamp(min=1)
         lengths[0] += self.context - lengths.sum()
         return lengths.tolist()
 
     def __str__(self) -> str:
-        of = f"{self.batch} of {self.context} together" if self.drawn else f"{self.batch} x {self.context}"
-        return f"{of}, {self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        size = f"{self.batch} random, {self.context} in total" if self.drawn else f"{self.batch} x {self.context}"
+        return f"{size}, {self.heads}/{self.kv_heads} heads of {self.head_dim}"
 
 
-def cases(which: str, quick: bool) -> list[Case]:
-    if which != "decode":
+def cases(pass_name: str, quick: bool) -> list[Case]:
+    if pass_name != "decode":
         equal = [Case(8, 1024), Case(4, 4096), Case(1, 16384), Case(1, 32768)]
         if quick:
             return equal[1:3]
-        drawn, narrow = Case(64, 65536, drawn=True), [Case(c.batch, c.context, head_dim=64) for c in equal]
-        return [*equal, drawn, *narrow, *(Case(4, 4096, head_dim=dim) for dim in (96, 256))]
+        random, narrow = Case(64, 65536, drawn=True), [Case(c.batch, c.context, head_dim=64) for c in equal]
+        return [*equal, random, *narrow, *(Case(4, 4096, head_dim=dim) for dim in (96, 256))]
     if quick:
         return [Case(b, c) for b, c in ((1, 1024), (1, 32768), (4, 8192), (16, 8192), (64, 8192), (256, 1024))]
     return [
@@ -93,7 +92,7 @@ def cases(which: str, quick: bool) -> list[Case]:
         for heads, kv_heads in ((32, 8), (64, 8), (28, 4))
         for batch in (1, 4, 16, 64, 256)
         for context in (1024, 4096, 8192, 32768, 131072)
-        if cache_bytes(case := Case(batch, context, heads, kv_heads)) <= MOST
+        if cache_bytes(case := Case(batch, context, heads, kv_heads)) <= MAX_CACHE_BYTES
     ]
 
 
@@ -101,17 +100,17 @@ def cache_bytes(c: Case) -> int:
     return c.batch * c.context * c.kv_heads * c.head_dim * 4
 
 
-# What is timed: of a pass, by a problem, a call of no arguments that was called once.
+# Problems. Each method returns the call to time, after a first call that compiles.
 
 
 class Decode:
-    """Queries and caches, as many of the latter as it takes that each is read from memory."""
+    """Decode queries, and enough copies of the cache that each is read from HBM."""
 
     def __init__(self, case: Case, device: torch.device):
         torch.manual_seed(case.batch * case.context)
         pages = case.context // PAGE
         shape = (case.batch * pages, PAGE, case.kv_heads, 2 * case.head_dim)
-        copies = min(COPIES, math.ceil(COLD / cache_bytes(case)))
+        copies = min(MAX_COPIES, math.ceil(COLD_BYTES / cache_bytes(case)))
         self.case = case
         self.caches = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(copies)]
         self.table = torch.randperm(case.batch * pages, device=device).int().view(case.batch, pages)
@@ -121,7 +120,7 @@ class Decode:
         self.lengths = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
 
     def replayed(self, call: Callable) -> Callable[[], object]:
-        """``call(k_cache, v_cache)`` on each cache, as a CUDA graph."""
+        """Return the replay of a CUDA graph of ``call(k_cache, v_cache)`` for each cache."""
         for cache in self.caches:
             call(*cache.chunk(2, dim=-1))
         torch.cuda.synchronize()
@@ -178,29 +177,34 @@ class Decode:
 
 
 class Packed:
-    """Of a pass other than decoding."""
+    """Packed sequences, for the passes other than decode."""
 
-    def __init__(self, case: Case, device: torch.device, which: str = "forward"):
+    def __init__(self, case: Case, device: torch.device, pass_name: str = "forward"):
         torch.manual_seed(case.context)
-        self.case, self.which, self.gradients, self.lengths = case, which, which != "forward", case.lengths()
+        self.case, self.pass_name, self.gradients, self.lengths = (
+            case,
+            pass_name,
+            pass_name != "forward",
+            case.lengths(),
+        )
         total = sum(self.lengths)
 
-        def draw(heads: int) -> torch.Tensor:
+        def random(heads: int) -> torch.Tensor:
             t = torch.randn(total, heads, case.head_dim, dtype=torch.bfloat16, device=device)
             return t.requires_grad_(self.gradients)
 
-        self.q, self.k, self.v = draw(case.heads), draw(case.kv_heads), draw(case.kv_heads)
+        self.q, self.k, self.v = random(case.heads), random(case.kv_heads), random(case.kv_heads)
         self.g = torch.randn_like(self.q.detach())
         self.starts = torch.tensor([0, *self.lengths], device=device).cumsum(0).int()
 
     def run(self, call: Callable, g: torch.Tensor) -> Callable[[], object]:
-        kept = call() if self.which == "backward" else None
+        saved = call() if self.pass_name == "backward" else None
 
         def timed():
-            out = call() if kept is None else kept
+            out = call() if saved is None else saved
             if not self.gradients:
                 return out
-            return torch.autograd.grad(out, (self.q, self.k, self.v), g, retain_graph=kept is not None)
+            return torch.autograd.grad(out, (self.q, self.k, self.v), g, retain_graph=saved is not None)
 
         timed()
         return timed
@@ -212,7 +216,7 @@ class Packed:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
         if self.gradients:
-            raise NotImplementedError("vLLM has its forward pass alone")
+            raise NotImplementedError("vLLM's FlashAttention 3 has no backward")
         longest = max(self.lengths)
 
         def call():
@@ -232,9 +236,9 @@ class Packed:
         return self.run(call, self.g)
 
     def cudnn(self, *others: SDPBackend):
-        """`others`: may take its place."""
+        """Return the call with cuDNN, or with one of the `others` that torch selects."""
         if self.case.drawn:
-            raise NotImplementedError("it takes no packed sequences")
+            raise NotImplementedError("scaled_dot_product_attention: packed sequences are not supported")
 
         def dense(t: torch.Tensor) -> torch.Tensor:
             return t.unflatten(0, (self.case.batch, -1)).transpose(1, 2)
@@ -264,7 +268,7 @@ def deterministic(call: Callable) -> Callable:
     return within
 
 
-def by_triton(make: Callable) -> Callable:
+def with_triton(make: Callable) -> Callable:
     with dispatch.use("triton"):
         call = make()
 
@@ -277,12 +281,12 @@ def by_triton(make: Callable) -> Callable:
 
 IMPLS = {
     "alignkit": lambda p: p.ours(),
-    "alignkit-triton": lambda p: by_triton(p.ours),
+    "alignkit-triton": lambda p: with_triton(p.ours),
     "fa3": lambda p: p.fa3(),
     "cudnn": lambda p: p.cudnn(),
     "sdpa-deterministic": lambda p: p.sdpa_deterministic(),
 }
-OF = {
+IMPLS_BY_PASS = {
     "decode": ("alignkit", "alignkit-triton", "fa3"),
     "forward": ("alignkit", "alignkit-triton", "fa3", "cudnn"),
     "backward": ("alignkit", "alignkit-triton", "cudnn", "sdpa-deterministic"),
@@ -290,28 +294,28 @@ OF = {
 }
 
 
-def measure(case: Case, which: str, impls: list[str], watch: Stopwatch, seconds: float) -> list[dict]:
-    decode = which == "decode"
-    problem = Decode(case, watch.device) if decode else Packed(case, watch.device, which)
+def measure(case: Case, pass_name: str, impls: list[str], watch: Stopwatch, seconds: float) -> list[dict]:
+    decode = pass_name == "decode"
+    problem = Decode(case, watch.device) if decode else Packed(case, watch.device, pass_name)
     calls = {}
-    for name in OF[which]:
+    for name in IMPLS_BY_PASS[pass_name]:
         if name in impls:
             try:
                 calls[name] = IMPLS[name](problem)
-            except Exception as e:  # a peer may raise whatever it likes
-                print(f"without {name}, {which}, {case}: {told(e)}", flush=True)
+            except Exception as e:  # a peer may raise anything
+                print(f"skipped {name}, {pass_name}, {case}: {error_text(e)}", flush=True)
     times = len(problem.caches) if isinstance(problem, Decode) else 1
     medians = watch.medians([*calls.values()], seconds) if calls else []
     us = {name: 1e3 * ms / times for name, ms in zip(calls, medians, strict=True)}
     rows = []
     for name, t in us.items():
-        row = {"impl": name, "pass": which, **asdict(case), "us": t}
+        row = {"impl": name, "pass": pass_name, **asdict(case), "us": t}
         if decode:
             row["tb_s"] = cache_bytes(case) / t / 1e6
         else:
-            seen = sum(n * (n + 1) // 2 for n in case.lengths()) * case.heads
-            row["tflops"] = OPERATIONS[which] * seen * case.head_dim / t / 1e6
-        row["x"] = t / us[PEER[which]] if PEER[which] in us else None
+            scores = sum(n * (n + 1) // 2 for n in case.lengths()) * case.heads
+            row["tflops"] = OPERATIONS[pass_name] * scores * case.head_dim / t / 1e6
+        row["x"] = t / us[PEER[pass_name]] if PEER[pass_name] in us else None
         if "sdpa-deterministic" in us:
             row["x_deterministic"] = t / us["sdpa-deterministic"]
         rows.append(row)
@@ -322,32 +326,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "attention.json", seconds=0.1, resume=True)
     parser.add_argument("--only", nargs="+", choices=PEER, default=list(PEER), metavar="PASS", help=", ".join(PEER))
     parser.add_argument("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
-    parser.add_argument("--quick", action="store_true", help="few cases of each")
+    parser.add_argument("--quick", action="store_true", help="fewer cases of each pass")
     options = parser.parse_args(arguments)
 
     started, device = time.monotonic(), torch.device("cuda")
     watch, name = Stopwatch(device), run_name()
-    info = made_on(ops=["attention"], packages=["vllm"], seconds=options.seconds, backend=backend(device))
+    info = run_info(ops=["attention"], packages=["vllm"], seconds=options.seconds, backend=backend(device))
     old = read(options.json)
-    had = keys(of_sources(old, info["sources"]), KEY) if options.resume else set()
+    measured = row_keys(with_sources(old, info["sources"]), KEY) if options.resume else set()
     rows: list[dict] = []
-    for which in options.only:
-        for case in cases(which, options.quick):
-            if tuple({"impl": "alignkit", "pass": which, **asdict(case)}[k] for k in KEY) in had:
+    for pass_name in options.only:
+        for case in cases(pass_name, options.quick):
+            if tuple({"impl": "alignkit", "pass": pass_name, **asdict(case)}[k] for k in KEY) in measured:
                 continue
             if time_is_up(options, started):
-                print(f"no time for {which}, {case}")
+                print(f"out of time: {pass_name}, {case}")
                 continue
-            found = measure(case, which, options.impls, watch, options.seconds)
+            found = measure(case, pass_name, options.impls, watch, options.seconds)
             torch.cuda.empty_cache()
             rows += found
-            told_of = (f"{r['impl']} {r['us']:.1f} us" + (f" {r['x']:.2f}" if r["x"] else "") for r in found)
-            print(f"{which}, {case}: {'; '.join(told_of)}", flush=True)
+            summary = (f"{r['impl']} {r['us']:.1f} us" + (f" {r['x']:.2f}" if r["x"] else "") for r in found)
+            print(f"{pass_name}, {case}: {'; '.join(summary)}", flush=True)
             write(options.json, merge(old, name, info, rows, KEY))
-        ratios = [r["x"] for r in rows if r["pass"] == which and r["impl"] == "alignkit" and r["x"]]
+        ratios = [r["x"] for r in rows if r["pass"] == pass_name and r["impl"] == "alignkit" and r["x"]]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            print(f"{which}: over {PEER[which]} {mean:.3f} (geometric mean), {max(ratios):.3f} at most", flush=True)
+            print(
+                f"{pass_name}: {mean:.3f} of {PEER[pass_name]} (geometric mean), largest {max(ratios):.3f}", flush=True
+            )
     print(f"{len(rows)} rows, {time.monotonic() - started:.0f} s; {options.json}")
     return 0
 

@@ -1,17 +1,17 @@
-"""Attention computed in other ways, beside what it is now and FlashAttention 3: bytes are compared, times are taken by turns.
+"""Alternative schedules of attention against the current one and FlashAttention 3, in bytes and in interleaved times.
 
-Decoding, by the kernels of other checkouts too, and with other launch options (arguments of `few` in JSON):
+Decode, also with the kernels of other checkouts and with other launch options (arguments of `decode` as JSON):
 
-python benchmarks/attention_schedules.py --checkouts CHECKOUT ... --choices '{"num_warps": 2}' '{"num_warps": 8, "num_stages": 3}'
-  [--cases 1x1024 16x8192] [--heads 32/8 28/4]
+python benchmarks/attention_schedules.py --checkouts CHECKOUT ...
+  --choices '{"num_warps": 2}' '{"num_warps": 8, "num_stages": 3}' [--cases 1x1024 16x8192] [--heads 32/8 28/4]
 
-The forward pass, by builds of csrc/sm90/attention/forward.cu, each a library of its own, made as setup.py makes the kernels (nvcc ...
--shared -cudart static -o a.so forward.cu), and by Triton:
+The forward pass, with Triton and with builds of csrc/sm90/attention/forward.cu, each a shared library compiled with
+setup.py's options (nvcc ... -shared -cudart static -o a.so forward.cu):
 
 python benchmarks/attention_schedules.py --builds a.so b.so
 
-A line for each case: microseconds, and in brackets over FlashAttention 3's; then geometric means. Status 1 if a byte differs. It
-leaves no file.
+The output has a line per case: microseconds, and in parentheses the ratio to FlashAttention 3. Geometric means follow.
+The exit status is 1 if a byte differs. No file is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from unittest import mock
 
 import torch
 from attention import Case, Decode, Packed, cases
-from lib.options import told
+from lib.options import error_text
 from lib.stopwatch import Stopwatch
 
 from alignkit.ops.attention import _rows_view, cuda
@@ -39,15 +39,15 @@ from alignkit.ops.attention import triton as kernels
 
 DECODE = [(1, 1024), (1, 8192), (1, 32768), (4, 8192), (16, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 4096)]
 ODD = [Case(40, 30000, drawn=True), Case(40, 30000, 28, 4, 64, drawn=True)]
-"""Of lengths that no block divides."""
+"""Sequences whose lengths are no multiples of a tile."""
 RUNS = 3
-"""Of each way, whose bytes are compared: a race shows as a difference of two."""
-Ways = dict[str, Callable[[], tuple[torch.Tensor, ...]]]
-"""Calls on one problem, by name, with their results. The bytes of the first one's are right."""
+"""Runs of each candidate whose bytes are compared; a race shows as a difference between two runs."""
+Candidates = dict[str, Callable[[], tuple[torch.Tensor, ...]]]
+"""Calls on one problem, by name, that return their results; the first is the reference."""
 
 
-def of_checkout(path: Path) -> ModuleType:
-    """The kernels of another checkout's alignkit, beside this one's."""
+def kernels_of_checkout(path: Path) -> ModuleType:
+    """Import the kernels of another checkout's alignkit under a name of its own."""
     folder, name = path / "alignkit", f"alignkit_{path.name}"
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -58,12 +58,12 @@ def of_checkout(path: Path) -> ModuleType:
     return importlib.import_module(f"{name}.ops.attention.triton")
 
 
-def decoding(p: Decode, others: dict[str, ModuleType], choices: list[dict]) -> Ways:
-    def way(of: ModuleType, options: dict):
+def decode_candidates(p: Decode, others: dict[str, ModuleType], choices: list[dict]) -> Candidates:
+    def candidate(module: ModuleType, options: dict):
         def call(k, v):
             k_rows, v_rows = (_rows_view("cache", c) for c in (k, v))
             integers, scale = (p.table, p.starts, p.lengths), p.case.head_dim**-0.5
-            of.few(p.q, k_rows, v_rows, *integers, k.shape[1], scale, p.out, all_of_them=True, **options)
+            module.decode(p.q, k_rows, v_rows, *integers, k.shape[1], scale, p.out, decode_all=True, **options)
 
         replay = p.replayed(call)
 
@@ -73,17 +73,17 @@ def decoding(p: Decode, others: dict[str, ModuleType], choices: list[dict]) -> W
 
         return run
 
-    ways = {name: way(of, {}) for name, of in ({"now": kernels} | others).items()}
+    found = {name: candidate(module, {}) for name, module in ({"now": kernels} | others).items()}
     for options in choices:
         try:
-            ways[json.dumps(options)] = way(kernels, options)
-        except Exception as e:  # too much shared memory, most likely
-            print(f"without {options}: {told(e, 80)}", flush=True)
-    return ways
+            found[json.dumps(options)] = candidate(kernels, options)
+        except Exception as e:  # mostly too much shared memory
+            print(f"skipped {options}: {error_text(e, 80)}", flush=True)
+    return found
 
 
-def by_build(path: Path) -> Callable:
-    """`cuda.forward` by the kernel of another library."""
+def forward_of_build(path: Path) -> Callable:
+    """Return `cuda.forward` with the kernel of another library."""
     library = ctypes.CDLL(str(path.resolve()))
 
     def call(function: str, device: torch.device, arguments) -> None:
@@ -98,19 +98,19 @@ def by_build(path: Path) -> Callable:
     return forward
 
 
-def forward(p: Packed, builds: dict[str, Callable]) -> Ways:
+def forward_candidates(p: Packed, builds: dict[str, Callable]) -> Candidates:
     inputs = p.q, p.k, p.v, p.starts, p.case.head_dim**-0.5
     return {name: partial(call, *inputs) for name, call in ({"triton": kernels.forward} | builds).items()}
 
 
-def differ(p: Decode | Packed, ways: Ways) -> list[str]:
-    """Names of those that leave other bytes than the first."""
+def different(p: Decode | Packed, candidates: Candidates) -> list[str]:
+    """Return the names of candidates whose bytes differ from the first one's."""
     want, others = None, []
-    for name, way in ways.items():
+    for name, run in candidates.items():
         for _ in range(RUNS):
             if isinstance(p, Decode):
                 p.out.fill_(float("nan"))
-            got = [t.contiguous().view(torch.uint8).clone() for t in way()]
+            got = [t.contiguous().view(torch.uint8).clone() for t in run()]
             want = want or got
             if not all(map(torch.equal, got, want)):
                 others.append(name)
@@ -118,13 +118,13 @@ def differ(p: Decode | Packed, ways: Ways) -> list[str]:
     return others
 
 
-def times(p: Decode | Packed, ways: Ways, watch: Stopwatch, seconds: float) -> dict[str, float]:
-    """Microseconds of each, and of FlashAttention 3 where that is there."""
-    calls: dict[str, Callable] = dict(ways)
+def times(p: Decode | Packed, candidates: Candidates, watch: Stopwatch, seconds: float) -> dict[str, float]:
+    """Return the microseconds of each candidate, and of FlashAttention 3 if installed."""
+    calls: dict[str, Callable] = dict(candidates)
     try:
         calls["fa3"] = p.fa3()
     except Exception as e:
-        print(f"without fa3: {told(e)}", flush=True)
+        print(f"skipped fa3: {error_text(e)}", flush=True)
     each = len(p.caches) if isinstance(p, Decode) else 1
     return {n: 1e3 * ms / each for n, ms in zip(calls, watch.medians([*calls.values()], seconds), strict=True)}
 
@@ -133,7 +133,7 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.split("[x/]", text)))
 
 
-def chosen(options: argparse.Namespace) -> list[Case]:
+def selected_cases(options: argparse.Namespace) -> list[Case]:
     if options.builds and not options.cases:
         return [*ODD, *cases("forward", quick=False)]
     sizes = options.cases or DECODE
@@ -142,40 +142,44 @@ def chosen(options: argparse.Namespace) -> list[Case]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--checkouts", nargs="+", type=Path, default=[], help="others, each named after its folder")
-    parser.add_argument("--choices", nargs="+", type=json.loads, default=[], help="launch options")
-    parser.add_argument("--builds", nargs="+", type=Path, default=[], help="libraries")
+    parser.add_argument(
+        "--checkouts", nargs="+", type=Path, default=[], help="other checkouts, named after their folders"
+    )
+    parser.add_argument("--choices", nargs="+", type=json.loads, default=[], help="launch options of decode, as JSON")
+    parser.add_argument("--builds", nargs="+", type=Path, default=[], help="libraries of the forward kernel")
     parser.add_argument("--cases", nargs="+", type=numbers, help="requests x context, or sequences x length")
-    parser.add_argument("--heads", nargs="+", type=numbers, default=[(32, 8)], help="of queries/of keys")
+    parser.add_argument("--heads", nargs="+", type=numbers, default=[(32, 8)], help="query heads/KV heads")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--seconds", type=float, default=0.02, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=0.02, help="duration of each measurement")
     options = parser.parse_args(arguments)
     if options.builds and (options.checkouts or options.choices):
-        parser.error("--builds is of the forward pass, --checkouts and --choices are of decoding")
+        parser.error(
+            "--builds: measures the forward pass; --checkouts and --choices measure decode, so they cannot be combined"
+        )
 
     watch, status = Stopwatch(torch.device("cuda")), 0
-    builds = {path.stem: by_build(path) for path in options.builds}
-    others = {path.name: of_checkout(path) for path in options.checkouts}
+    builds = {path.stem: forward_of_build(path) for path in options.builds}
+    others = {path.name: kernels_of_checkout(path) for path in options.checkouts}
     ratios: dict[str, list[float]] = {}
-    for case in chosen(options):
+    for case in selected_cases(options):
         if builds:
             problem = Packed(case, watch.device)
-            ways = forward(problem, builds)
+            candidates = forward_candidates(problem, builds)
         else:
             problem = Decode(case, watch.device)
-            ways = decoding(problem, others, options.choices)
-        for name in differ(problem, ways):
+            candidates = decode_candidates(problem, others, options.choices)
+        for name in different(problem, candidates):
             status = 1
-            print(f"{case}: {name} has OTHER BYTES than {next(iter(ways))}", flush=True)
-        us = times(problem, ways, watch, options.seconds)
+            print(f"{case}: {name} DIFFERS from {next(iter(candidates))}", flush=True)
+        us = times(problem, candidates, watch, options.seconds)
         fa3 = us.pop("fa3", float("nan"))
         print(f"{case}: fa3 {fa3:.1f}; " + "; ".join(f"{n} {t:.1f} ({t / fa3:.3f})" for n, t in us.items()), flush=True)
         for name, t in us.items():
             ratios.setdefault(name, []).append(t / fa3)
-        del problem, ways
+        del problem, candidates
         torch.cuda.empty_cache()
     for name, xs in ratios.items():
-        print(f"{name}: over fa3 {statistics.geometric_mean(xs):.3f} in {len(xs)} cases")
+        print(f"{name}: {statistics.geometric_mean(xs):.3f} of fa3 (geometric mean), {len(xs)} cases")
     return status
 
 

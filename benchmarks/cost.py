@@ -1,18 +1,21 @@
-"""What alignment costs on one GPU: ``make gpu-cost``, or ``python benchmarks/cost.py`` with options.
+"""Cost of alignment in whole engines on one GPU: ``make gpu-cost``, or ``python benchmarks/cost.py`` with options.
 
-Rollout: 64 and 256 requests at once to vLLM in its default mode (torch.compile, CUDA graphs), prompts of 5 to 1500
-tokens or all of 32, 128 tokens sampled for each with their logprobs; and prefill, the long prompts with one token each.
-Training: forward and backward of a Megatron-core model. A random-weight Qwen3, or with --size a mixture of experts, the same
-throughout; each engine in a process of its own; medians. Small models, whose engines fit on the GPU together and whose steps
-wait for the host, are measured by turns.
+Rollout: 64 and 256 concurrent requests to vLLM in its default mode (torch.compile, CUDA graphs), with prompts of 5 to
+1500 tokens or of 32 tokens; each samples 128 tokens with logprobs. A third case measures prefill: the long prompts with
+one sampled token. Training: forward and backward of a Megatron-core model. All engines use the same random-weight
+Qwen3, or a MoE model with --size, and run in separate processes. Values are medians. Steps of small models are
+CPU-bound, so their engines share the GPU and their repeats are interleaved.
 
-benchmarks/results/h200/cost.json gets ``rows``: ``{"what", "case", "engine", "value", "unit", "ratio_to_stock"}``, those of
-training also ``x``, the time or the memory over that of "hf_compiled" in the same run, and
-``runs``: by the rows' ``run``, what they were made on. profile.json beside it gets GPU time by kernel, likewise.
-Engines: "stock"; "batch_invariant", stock vLLM with VLLM_BATCH_INVARIANT=1; "stock_fused", stock Megatron with the
-fusions that it can run without TransformerEngine; "hf_compiled", Hugging Face's model by torch.compile; "aligned", and "aligned_keeping", with ``patch_megatron(..., keep_logits=True)``;
-"stock_te" and "aligned_te", Megatron with TransformerEngine's layer spec, left out where that is not installed. Stock experts
-are computed one by one with Megatron's own layer spec (SequentialMLP), all in one with TransformerEngine's (TEGroupedMLP).
+Engines: "stock"; "batch_invariant", stock vLLM with VLLM_BATCH_INVARIANT=1; "stock_fused", stock Megatron-core with the
+fusions that need no TransformerEngine; "hf_compiled", Hugging Face's model with torch.compile; "aligned";
+"aligned_keeping", with ``patch_megatron(..., keep_logits=True)``; "stock_te" and "aligned_te", Megatron-core with
+TransformerEngine's layer spec, skipped if it is not installed. Stock experts are SequentialMLP with Megatron-core's
+local layer spec and TEGroupedMLP with TransformerEngine's.
+
+benchmarks/results/h200/cost.json is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its
+environment. A row has ``what`` ("rollout" or "training"), ``case``, ``engine``, ``value``, ``unit`` and
+``ratio_to_stock``. Rows of training also have ``x``, the time or memory relative to "hf_compiled" in the same run.
+profile.json has the GPU time by kernel.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ from pathlib import Path
 import torch
 from cost_training import TRANSFORMER_ENGINE
 from lib import profiles
-from lib.models import MIXTURES, draw_lengths
+from lib.models import MOE_SIZES, random_lengths
 from lib.models import SIZES as DENSE
 from lib.options import parser as options_parser
-from lib.results import H200, made_on, merge, read, run_name, write
+from lib.results import H200, merge, read, run_info, run_name, write
 
 from alignkit.check.machine import gpus, installed
 from alignkit.check.model import make_checkpoint
@@ -44,18 +47,20 @@ MEASURED = ("rollout", "training")
 PARTS = (*MEASURED, "profile")
 ROLLOUT_ENGINES = ("stock", "batch_invariant", "aligned")
 TRAINING_ENGINES = ("stock", "stock_fused", "hf_compiled", "aligned", "aligned_keeping", *TRANSFORMER_ENGINE)
-SIZES = DENSE | MIXTURES
-UNWRITTEN = tuple(size for size in SIZES if size.startswith(("qwen3-8b", "qwen3-30b-a3b")))
-"""Sizes whose weights vLLM makes up for itself, small and random: nothing is learnt from writing 16 or 61 GB. Training draws
-its weights at every size."""
+SIZES = DENSE | MOE_SIZES
+DUMMY_WEIGHTS = tuple(size for size in SIZES if size.startswith(("qwen3-8b", "qwen3-30b-a3b")))
+"""Sizes for which vLLM generates dummy weights, to avoid checkpoints of 16 and 61 GB.
+
+Training generates random weights at every size.
+"""
 SHORT = 32
-"""Tokens of a prompt where decoding is what is measured."""
+"""Prompt tokens of cases that measure decode."""
 KEY = ("what", "case", "engine", "unit")
 PROFILE_KEY = ("what", "case", "engine")
 
 
 class Lines(Progress):
-    """A line for each engine."""
+    """A progress display that prints a line per engine."""
 
     def started(self, job: Job) -> None:
         print(f"{job.name} ...", flush=True)
@@ -64,33 +69,33 @@ class Lines(Progress):
         print(f"{job.name}: {seconds:.1f} s" + (f"  FAILED: {failure}" if failure else ""), flush=True)
 
 
-def titled(size: str, eager: bool) -> str:
-    """How names of cases begin: with what is not usual."""
-    said = ([] if size == "large" else [size]) + (["eager"] if eager else [])
-    return f"{', '.join(said)}: " if said else ""
+def title_prefix(size: str, eager: bool) -> str:
+    """Return the prefix of case names: the settings that differ from the defaults."""
+    parts = ([] if size == "large" else [size]) + (["eager"] if eager else [])
+    return f"{', '.join(parts)}: " if parts else ""
 
 
 def rollout_cases(
     title: str, concurrency: list[int], longest: int, max_tokens: int, measured: bool, profiled: bool
 ) -> list[dict]:
-    """What the rollout engines are timed with; the profile is of the fewest requests."""
+    """Return the cases of the rollout engines; those with the first concurrency are also profiled."""
     cases = []
     for n in concurrency:
         first, requests = profiled and n == concurrency[0], f"{title}{n} request{'s' * (n > 1)}"
-        drawn = draw_lengths(n, longest)
-        for name, lengths, tokens, part in (
-            (requests, drawn, max_tokens, "prefill"),
+        lengths = random_lengths(n, longest)
+        for name, prompts, tokens, part in (
+            (requests, lengths, max_tokens, "prefill"),
             (f"{requests}, short prompts", (SHORT,) * n, max_tokens, "decode"),
-            (f"{requests}, prefill", drawn, 1, None),
+            (f"{requests}, prefill", lengths, 1, None),
         ):
             if measured or (first and part):
-                case = {"name": name, "lengths": lengths, "max_tokens": tokens, "profile": part if first else None}
+                case = {"name": name, "lengths": prompts, "max_tokens": tokens, "profile": part if first else None}
                 cases.append(case)
     return cases
 
 
 def rollout_rows(results: dict[str, dict]) -> list[dict]:
-    """Rows from the results of the engines by name."""
+    """Return the rows of rollout results, which are given by engine."""
     rows = []
     for result in results.values():
         for case in result["cases"]:
@@ -114,7 +119,7 @@ def rollout_rows(results: dict[str, dict]) -> list[dict]:
 
 
 def training_rows(results: dict[str, dict], title: str = "") -> list[dict]:
-    """Rows from the results of the engines by name."""
+    """Return the rows of training results, which are given by engine."""
     rows = []
     for result in results.values():
         for case in result["cases"]:
@@ -129,16 +134,16 @@ def training_rows(results: dict[str, dict], title: str = "") -> list[dict]:
                 }
             )
             rows.append(common | {"value": case["peak_bytes"] / 2**30, "unit": "GiB, peak"})
-    beside = {(row["case"], row["unit"]): row["value"] for row in rows if row["engine"] == "hf_compiled"}
+    compiled = {(row["case"], row["unit"]): row["value"] for row in rows if row["engine"] == "hf_compiled"}
     for row in rows:
-        neighbour = beside.get((row["case"], row["unit"]))
-        share = row["value"] / neighbour if neighbour else None
+        base = compiled.get((row["case"], row["unit"]))
+        share = row["value"] / base if base else None
         row["x"] = 1 / share if share and row["unit"] == "tokens/s" else share
     return with_ratios(rows)
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
-    """The rows with ``ratio_to_stock``; None where stock was not measured beside it."""
+    """Return the rows with ``ratio_to_stock``, which is None if stock was not measured in the same run."""
     stock = {(row["case"], row["unit"]): row["value"] for row in rows if row["engine"] == "stock"}
     ratios = []
     for row in rows:
@@ -150,20 +155,20 @@ def with_ratios(rows: list[dict]) -> list[dict]:
 
 
 class Bench:
-    """One command: its jobs, and what they gave."""
+    """One command: its jobs and their results."""
 
     def __init__(self, options: argparse.Namespace, **more):
-        """more: what else the results say of it."""
+        """Create the command; `more` are further fields of its run in the result files."""
         self.options = options
         self.out = options.out.resolve()
         self.name = run_name()
-        self.info = made_on(
+        self.info = run_info(
             packages=("transformer-engine",), size=options.size, repeats=options.repeats, seconds={}, engines={}, **more
         )
         self.failures: list[str] = []
 
     def prepare(self, weights: bool) -> Path:
-        """An empty place to write to, with a model in it, of which `weights` are written or not."""
+        """Empty the output folder and write a model into it, with or without `weights`; return the model's path."""
         os.environ["PYTHONPATH"] = os.pathsep.join(
             [str(Path(__file__).parent.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
@@ -172,7 +177,7 @@ class Bench:
         return make_checkpoint(model, dtype=torch.bfloat16, weights=weights, **SIZES[self.options.size])
 
     def run(self, specs: dict[str, dict], module: str) -> dict[str, dict]:
-        """The results of jobs that run side by side, by name; of one that failed, what it had written."""
+        """Run jobs concurrently and return their results by name; a failed job's result is partial."""
         paths = {name: self.out / "results" / f"{name}.json" for name in specs}
         jobs = [
             Job(name, module, {"tp": 1} | spec | {"runs": [{"out": str(paths[name])}]}) for name, spec in specs.items()
@@ -185,25 +190,30 @@ class Bench:
     def rollout_engines(
         self, specs: dict[str, dict], at_once: int, title: Callable[[str], str]
     ) -> Iterator[list[dict]]:
-        """The results of ``cost_rollout``, of so many engines at once: side by side, measured by turns. title: of an engine,
-        where the results say what ran."""
+        """Run ``cost_rollout`` jobs and yield the results of each group.
+
+        Args:
+            specs: jobs by name.
+            at_once: engines per group, which run concurrently with interleaved measurements.
+            title: key of an engine in the run's ``engines`` field.
+        """
         names = list(specs)
-        for some in (names[i : i + at_once] for i in range(0, len(names), at_once)):
-            file = self.out / f"turns-{some[0]}"
+        for group in (names[i : i + at_once] for i in range(0, len(names), at_once)):
+            file = self.out / f"turns-{group[0]}"
             file.unlink(missing_ok=True)
-            turns = {"file": str(file), "engines": len(some), "seconds": self.options.timeout}
-            jobs = {name: specs[name] | {"turns": turns | {"engine": i}} for i, name in enumerate(some)}
-            found = list(self.run(jobs, "cost_rollout").values())
-            together = {"side_by_side": [specs[name]["engine"] for name in some]}
-            for result in found:
+            turns = {"file": str(file), "engines": len(group), "seconds": self.options.timeout}
+            jobs = {name: specs[name] | {"turns": turns | {"engine": i}} for i, name in enumerate(group)}
+            results = list(self.run(jobs, "cost_rollout").values())
+            concurrent = {"side_by_side": [specs[name]["engine"] for name in group]}
+            for result in results:
                 ran = {k: v for k, v in result.items() if k not in ("engine", "cases", "profiles")}
-                self.info["engines"][title(result["engine"])] = ran | together
-            yield found
+                self.info["engines"][title(result["engine"])] = ran | concurrent
+            yield results
 
     def rollout(self, model: Path) -> None:
         options = self.options
         measured, profiled = "rollout" in options.only, "profile" in options.only
-        title = titled(options.size, options.eager and torch.cuda.is_available())  # on a CPU it always is
+        title = title_prefix(options.size, options.eager and torch.cuda.is_available())  # eager is the default on a CPU
         cases = rollout_cases(
             title, options.concurrency, options.longest, options.max_tokens, measured=measured, profiled=profiled
         )
@@ -212,7 +222,7 @@ class Bench:
             f"rollout-{engine}": {
                 "engine": engine,
                 "model": str(model),
-                "load_format": "dummy" if options.size in UNWRITTEN else "auto",
+                "load_format": "dummy" if options.size in DUMMY_WEIGHTS else "auto",
                 "eager": options.eager,
                 "cases": cases,
                 "repeats": options.repeats if measured else 0,
@@ -229,11 +239,11 @@ class Bench:
     def training(self, model: Path) -> None:
         options = self.options
         measured, profiled = "training" in options.only, "profile" in options.only
-        cases, title = [list(shape) for shape in options.shapes], titled(options.size, eager=False)
+        cases, title = [list(shape) for shape in options.shapes], title_prefix(options.size, eager=False)
         results = {}
         for engine in [e for e in TRAINING_ENGINES if e in options.engines]:
             if engine in TRANSFORMER_ENGINE and not installed("transformer_engine"):
-                print(f"training-{engine}: left out, TransformerEngine is not installed", flush=True)
+                print(f"training-{engine}: skipped, TransformerEngine is not installed", flush=True)
                 continue
             spec = {
                 "engine": engine,
@@ -249,18 +259,21 @@ class Bench:
             if result["experts"]:
                 self.info["engines"][f"training {engine}"] = {"experts": result["experts"]}
             for b, s in result["too_large"]:
-                print(f"training-{engine}: {b} x {s} tokens left out, they do not fit the memory", flush=True)
-            if engine == "stock":  # what fits it is what all are measured with
+                print(f"training-{engine}: {b} x {s} tokens skipped, out of memory", flush=True)
+            if engine == "stock":  # its largest micro-batches are used for all engines
                 cases = [[case["b"], case["s"]] for case in result["cases"]] + result["too_large"]
             self.save("training", training_rows(results, title) if measured else [], results, [engine], title)
 
     def save(
         self, what: str, rows: list[dict], results: dict[str, dict], new: Collection[str], title: str = ""
     ) -> None:
-        """Merges into cost.json and profile.json, and prints what the `new` engines gave. title: of the profiles' cases."""
+        """Merge rows into cost.json and profile.json, and print those of the `new` engines.
+
+        `title` is the prefix of the profiles' case names.
+        """
         for row in (row for row in rows if row["engine"] in new):
             ratio = f"{row['ratio_to_stock']:.3f} of stock" if row["ratio_to_stock"] else ""
-            ratio += f"  {row['x']:.3f} over Hugging Face" if row.get("x") else ""
+            ratio += f"  {row['x']:.3f} of Hugging Face" if row.get("x") else ""
             print(
                 f"{row['what']:<8} {row['case']:<30} {row['engine']:<16} {row['value']:>10.1f} {row['unit']:<16} "
                 f"{ratio}"
@@ -279,9 +292,12 @@ class Bench:
             for kernel in row["kernels"][:8]:
                 print(f"    {kernel['share']:6.1%} {kernel['ms']:9.3f} ms {kernel['calls']:>6} {kernel['name']}")
         folder = self.options.json
-        for path, made, key in ((folder / "cost.json", rows, KEY), (folder / "profile.json", profiled, PROFILE_KEY)):
-            if made:
-                write(path, merge(read(path), self.name, self.info, made, key))
+        for path, new_rows, key in (
+            (folder / "cost.json", rows, KEY),
+            (folder / "profile.json", profiled, PROFILE_KEY),
+        ):
+            if new_rows:
+                write(path, merge(read(path), self.name, self.info, new_rows, key))
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -290,14 +306,14 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 if an engine failed, after all others have run."""
-    parser = options_parser(__doc__, H200, json="folder of the results")
+    """Return the exit status: 2 if an engine failed, else 0."""
+    parser = options_parser(__doc__, H200, json="result folder")
     parser.add_argument(
         "--only",
         nargs="+",
         choices=PARTS,
         default=list(PARTS),
-        help="profile beside rollout or training is of that; by itself it is of both, and nothing is measured",
+        help="profile, with rollout or training, profiles that part; alone, it profiles both without timing them",
     )
     parser.add_argument(
         "--engines",
@@ -305,43 +321,45 @@ def main(arguments: list[str] | None = None) -> int:
         choices=dict.fromkeys(ROLLOUT_ENGINES + TRAINING_ENGINES),
         default=list(dict.fromkeys(ROLLOUT_ENGINES + TRAINING_ENGINES)),
     )
-    parser.add_argument("--size", choices=SIZES, default="large", help="of the model")
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[64, 256], help="requests at once")
-    parser.add_argument("--longest", type=int, default=1500, help="prompt, in tokens")
-    parser.add_argument("--max-tokens", type=int, default=128, help="sampled for each prompt")
+    parser.add_argument("--size", choices=SIZES, default="large", help="model size")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[64, 256], help="concurrent requests")
+    parser.add_argument("--longest", type=int, default=1500, help="longest prompt, in tokens")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to sample per prompt")
     parser.add_argument(
         "--shapes",
         nargs="+",
         type=_shape,
         default=[(4, 2048), (8, 1024), (2, 4096)],
-        help="micro-batches of training, as 4x2048",
+        help="training micro-batches, such as 4x2048",
     )
-    parser.add_argument("--repeats", type=int, default=5, help="of each measurement; the median counts")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="repeats of each measurement, of which the median is used"
+    )
     parser.add_argument(
         "--turns",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="rollout engines side by side, measured by turns (the default but for sizes of qwen3-8b and qwen3-30b-a3b)",
+        help="run rollout engines concurrently, repeats interleaved (default, except for qwen3-8b and qwen3-30b-a3b)",
     )
     parser.add_argument(
         "--eager",
         action=argparse.BooleanOptionalAction,
         default=not torch.cuda.is_available(),
-        help="vLLM without torch.compile and CUDA graphs",
+        help="run vLLM without torch.compile and CUDA graphs",
     )
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
-    parser.add_argument("--out", type=Path, default=Path("check-results/cost"), help="logs")
+    parser.add_argument("--timeout", type=float, default=300.0, help="time limit of an engine, in seconds")
+    parser.add_argument("--out", type=Path, default=Path("check-results/cost"), help="folder for logs")
     options = parser.parse_args(arguments)
     if options.turns is None:
-        options.turns = options.size not in UNWRITTEN
+        options.turns = options.size not in DUMMY_WEIGHTS
 
     started = time.monotonic()
     if len(gpus()) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus()[0]
     bench = Bench(options, max_tokens=options.max_tokens)
     parts = [part for part in MEASURED if part in options.only] or MEASURED
-    model = bench.prepare(weights=options.size not in UNWRITTEN and "rollout" in parts)
-    print(f"the model is made ({time.monotonic() - started:.0f} s)", flush=True)
+    model = bench.prepare(weights=options.size not in DUMMY_WEIGHTS and "rollout" in parts)
+    print(f"model written ({time.monotonic() - started:.0f} s)", flush=True)
     with interrupted_by_sigterm():
         if "rollout" in parts:
             bench.rollout(model)

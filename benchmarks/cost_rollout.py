@@ -1,13 +1,13 @@
-"""One vLLM engine in this process, timed: ``cost.py`` and ``long.py`` run ``python -m cost_rollout JOB.json``.
+"""Timing of one vLLM engine in this process: ``cost.py`` and ``long.py`` run ``python -m cost_rollout JOB.json``.
 
-JOB: ``engine`` ("stock" | "batch_invariant" | "aligned"), ``model`` (HF directory), ``load_format`` (of its weights),
-``eager`` (bool), ``tp``, ``cases``, ``repeats``, ``turns`` (`Turns`'s arguments), ``runs``, ``[{"out"}]``, and
-`OPTIONS`. A case is ``{"name", "lengths", "max_tokens", "profile"}``: a prompt of each length, all there when the
-engine begins, how many tokens are sampled for each, and "prefill", "decode" or null: what of it is profiled. Every
-repeat has prompts of its own, and finds nothing in the prefix cache. With ``"cached": true`` they are those of the last
-repeat of a case before it, found in the prefix cache but for their last block. ``"repeats"``: of this case alone.
+JOB has ``engine`` ("stock" | "batch_invariant" | "aligned"), ``model`` (HF directory), ``load_format`` (of the
+weights), ``eager`` (bool), ``tp``, ``cases``, ``repeats``, ``turns`` (arguments of `Turns`), ``runs`` (``[{"out"}]``)
+and `OPTIONS`. A case is ``{"name", "lengths", "max_tokens", "profile"}``: one prompt per length, all enqueued before
+the engine starts; the tokens to sample per prompt; and the phase to profile, "prefill", "decode" or null. Each repeat
+has new prompts, which miss the prefix cache. With ``"cached": true`` a case reuses the prompts of the last repeat
+before it, which hit the prefix cache except for their last block. ``"repeats"`` overrides the job's repeats for a case.
 
-OUT holds seconds for each case and repeat, profiles, and what ran; it is written anew after each case.
+OUT has the seconds of each case and repeat, the profiles, and the engine's settings. It is rewritten after each case.
 """
 
 from __future__ import annotations
@@ -28,32 +28,34 @@ from alignkit.check.rollout import GPU_SHARE, cache_bytes, shut_down
 from alignkit.vllm import patch_vllm, worker_status
 
 OPTIONS = {
-    "warm_up": None,  # cases that are run before anything is timed; None: all of `cases`
+    "warm_up": None,  # cases to run before timing; None: all of `cases`
     "prefix_caching": False,
-    "captures": None,  # numbers of rows that CUDA graphs are captured for; None: vLLM's own
+    "captures": None,  # CUDA graph capture sizes; None: vLLM's default
 }
-"""Options of a JOB, and what they are where it does not say."""
+"""Optional fields of a JOB and their defaults."""
 PROFILED_TOKENS = 32
-"""Decoded in a profile: long enough for the prompts to hardly count."""
+"""Tokens to decode in a profile, at most; enough that prefill is negligible."""
 LARGEST_BLOCK = 128
-"""Tokens of a block of the cache, on a CPU; on GPUs 16."""
+"""Largest block size of the KV cache, in tokens: 128 on a CPU, 16 on GPUs."""
 WARM_UP_SEED, PROFILE_SEED = 1 << 20, 1 << 21
-"""Of prompts that no repeat has."""
+"""Seeds of prompts that no repeat uses."""
 _ENV = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",  # of what the engine's start takes its time for
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets the profiler be started in the worker
+    "VLLM_LOGGING_LEVEL": "INFO",  # times of the engine's startup
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # starts the profiler in the worker
 }
 
 
 class Turns:
-    """The engines of one command live side by side and are measured by turns, the others idle: what else the machine
-    does, and it changes by the second, meets all of them alike."""
+    """Interleaved turns of concurrent engines; the others idle during a turn.
+
+    Other load on the machine varies from second to second, so interleaving exposes all engines to the same load.
+    """
 
     def __init__(self, file: str, engine: int, engines: int, seconds: float):
-        """Waits for all to be here; more than `seconds` of waiting is an error, as it is for a turn."""
+        """Wait for all engines to start; a wait of more than `seconds`, here or for a turn, is an error."""
         self._store, self._next, self._engines = FileStore(file, engines), engine, engines
         self._store.set_timeout(timedelta(seconds=seconds))
         self._store.set(f"engine {engine}", "here")
@@ -70,7 +72,7 @@ class Turns:
 
 
 def run(job: dict) -> None:
-    """Starts the engine, times every case, and writes the result."""
+    """Start the engine, time all cases, and write the result."""
     job = OPTIONS | job
     for name, value in _ENV.items():
         os.environ.setdefault(name, value)
@@ -82,12 +84,12 @@ def run(job: dict) -> None:
     vocab = json.loads((Path(job["model"]) / "config.json").read_text())["vocab_size"]
     sequences = max(len(case["lengths"]) for case in job["cases"])
     longest = max(max(case["lengths"]) + case["max_tokens"] for case in job["cases"]) + 1
-    # That mode chooses no backend itself.
+    # VLLM_BATCH_INVARIANT selects no attention backend.
     more = {"attention_backend": "FLASH_ATTN"} if job["engine"] == "batch_invariant" else {}
     if job["captures"] and not job["eager"]:
         more["compilation_config"] = {"cudagraph_capture_sizes": job["captures"]}
-    # The cache has room for a quarter more: nothing is preempted, and prompts that come again are still there.
-    held = max(sum(case["lengths"]) + len(case["lengths"]) * case["max_tokens"] for case in job["cases"])
+    # Cache room for 25% more tokens: no preemption, and repeated prompts stay cached.
+    tokens = max(sum(case["lengths"]) + len(case["lengths"]) * case["max_tokens"] for case in job["cases"])
     started = time.perf_counter()
     llm = vllm.LLM(
         job["model"],
@@ -100,7 +102,7 @@ def run(job: dict) -> None:
         max_num_seqs=sequences,
         enable_prefix_caching=job["prefix_caching"],
         seed=0,
-        kv_cache_memory_bytes=cache_bytes(job["model"], "bfloat16", 1, held * 5 // 8) // job["tp"],
+        kv_cache_memory_bytes=cache_bytes(job["model"], "bfloat16", 1, tokens * 5 // 8) // job["tp"],
         gpu_memory_utilization=GPU_SHARE,
         **more,
     )
@@ -119,34 +121,34 @@ def run(job: dict) -> None:
     }
 
     def generate(case: dict, seed: int, max_tokens: int) -> float:
-        """Seconds for the prompts of a case."""
+        """Return the seconds to process the prompts of a case."""
         params = vllm.SamplingParams(
             max_tokens=max_tokens, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
         )
         prompts = [{"prompt_token_ids": p} for p in plan.draw_prompts(vocab, seed, tuple(case["lengths"]))]
-        # The engine would begin with those that come first, and how many these are is chance.
+        # The paused scheduler makes all prompts start together; otherwise the first ones would start at random times.
         llm.sleep(level=0, mode="keep")
         llm.enqueue(prompts, params, use_tqdm=False)
         began = time.perf_counter()
         llm.wake_up(["scheduling"])
         outputs = llm.wait_for_completion(use_tqdm=False)
         seconds = time.perf_counter() - began
-        made = sum(len(o.outputs[0].logprobs) for o in outputs)
-        if made != len(prompts) * max_tokens:
-            raise RuntimeError(f"{made} logprobs instead of {len(prompts) * max_tokens}")
+        count = sum(len(o.outputs[0].logprobs) for o in outputs)
+        if count != len(prompts) * max_tokens:
+            raise RuntimeError(f"logprobs: expected {len(prompts) * max_tokens}, got {count}")
         for o, length in zip(outputs, case["lengths"], strict=True):
-            found = o.num_cached_tokens or 0
-            if found < length - LARGEST_BLOCK if case.get("cached") else found > 0:
-                raise RuntimeError(f"{found} tokens of a prompt of {length} were in the prefix cache")
+            cached = o.num_cached_tokens or 0
+            if cached < length - LARGEST_BLOCK if case.get("cached") else cached > 0:
+                raise RuntimeError(f"prefix cache: unexpected hit of {cached} of {length} prompt tokens")
         return seconds
 
     for i, case in enumerate(job["warm_up"] or job["cases"]):
-        generate(case, WARM_UP_SEED + i, case["max_tokens"])  # the first time compiles kernels
-    # As vLLM's own processes and servers do: Python would look through all that was imported some time, in one engine's turn.
+        generate(case, WARM_UP_SEED + i, case["max_tokens"])  # compiles kernels
+    # vLLM's servers do the same: otherwise a garbage collection of all imports would fall into an engine's turn.
     gc.collect()
     gc.freeze()
     turns = Turns(**job["turns"]) if job["turns"] else nullcontext()
-    last = 0  # the seed of the prompts that were last
+    last = 0  # seed of the latest prompts
     for case in job["cases"]:
         times = []
         for _ in range(case.get("repeats", job["repeats"])):
@@ -183,7 +185,7 @@ def run(job: dict) -> None:
     shut_down(llm)
 
 
-# These run in the worker, which may be another process.
+# Functions that run in the worker, possibly another process.
 
 
 def _start(worker) -> None:

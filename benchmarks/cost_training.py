@@ -1,18 +1,17 @@
-"""Forward and backward of a model, timed: ``cost.py`` runs ``python -m cost_training JOB.json``.
+"""Timing of a model's forward and backward: ``cost.py`` runs ``python -m cost_training JOB.json``.
 
-JOB: ``engine`` ("stock" | "stock_fused" | "stock_te" | "hf_compiled" | "aligned" | "aligned_keeping" | "aligned_te"),
-``model`` (a directory with a ``config.json``), ``cases`` (``[b, s]`` each), ``repeats``, ``profile`` (bool) and
-``runs``, ``[{"out"}]``. The loss is the mean of the losses that the model returns for its labels. A micro-batch that
-does not fit the memory is halved; of one sequence it is left out. OUT holds seconds and bytes for each case, and
-``too_large``, the cases that were left out. Weights are drawn on the device.
+JOB has ``engine`` ("stock" | "stock_fused" | "stock_te" | "hf_compiled" | "aligned" | "aligned_keeping" |
+"aligned_te"), ``model`` (a directory with a ``config.json``), ``cases`` (``[b, s]`` each), ``repeats``, ``profile``
+(bool) and ``runs`` (``[{"out"}]``). The loss is the mean over the tokens. A micro-batch that does not fit into memory
+is halved; one sequence that does not fit is skipped. OUT has the seconds and peak bytes of each case, and
+``too_large``, the skipped cases. The weights are random and generated on the device.
 
-"stock" is the local layer spec with Megatron-core's defaults; "stock_fused" switches on the fusions that it can run
-without TransformerEngine and Apex; both are Megatron-core's, and so is "aligned", and "aligned_keeping", with
-``keep_logits``. "stock_te" and "aligned_te" have TransformerEngine's layer spec, the stock one with every fusion that
-Megatron-core knows for it, and with the attention that TransformerEngine chooses. "hf_compiled" is the neighbour that
-people train with: Hugging Face's model with torch's scaled_dot_product_attention, causal by its argument and not by a
-mask, the loss in fp32, all of it by torch.compile. Experts are modules of their own in the local layer spec;
-TransformerEngine's has them in one, ``moe_grouped_gemm``. OUT says which.
+"stock" is Megatron-core's local layer spec with default options; "stock_fused" enables the fusions that need neither
+TransformerEngine nor Apex. "aligned" has the local layer spec; "aligned_keeping" adds ``keep_logits``. "stock_te" and
+"aligned_te" have TransformerEngine's layer spec; "stock_te" enables all of Megatron-core's fusions for it and uses the
+attention that TransformerEngine selects. "hf_compiled" is Hugging Face's model with torch.compile: torch's
+scaled_dot_product_attention with ``is_causal`` instead of a mask, and an fp32 loss. Experts are separate modules in
+the local layer spec and one ``moe_grouped_gemm`` module in TransformerEngine's; OUT's ``experts`` names the class.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from alignkit.convert import Architecture, read_architecture
 
 FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
 TRANSFORMER_ENGINE = ("stock_te", "aligned_te")
-"""Engines with its layer spec."""
+"""Engines with TransformerEngine's layer spec."""
 MASKED = ("stock", "stock_fused")
-"""Engines whose attention takes a mask; that of the others knows that it is causal."""
+"""Engines whose attention takes a mask; the others' attention is causal without one."""
 _WARM_UP = 3
 
 
 def run(job: dict) -> None:
-    """Builds the model, times every case, and writes the result."""
+    """Build the model, time all cases, and write the result."""
     from lib import profiles
 
     result = {"engine": job["engine"], "cases": [], "too_large": [], "profiles": [], "experts": None}
@@ -83,7 +82,7 @@ def _megatron(job: dict, arch: Architecture) -> Iterator[torch.nn.Module]:
         yield gpt_model(
             job["model"],
             torch.bfloat16,
-            weights=_drawn(arch),
+            weights=_random_weights(arch),
             transformer_engine=job["engine"] in TRANSFORMER_ENGINE,
             **_fusions(job["engine"]),
             **({"moe_grouped_gemm": True} if arch.experts and job["engine"] in TRANSFORMER_ENGINE else {}),
@@ -91,29 +90,29 @@ def _megatron(job: dict, arch: Architecture) -> Iterator[torch.nn.Module]:
     dist.destroy_process_group()
 
 
-def _drawn(arch: Architecture) -> dict[str, torch.Tensor]:
-    """Weights by their names in a checkpoint: a step's time does not know their values."""
+def _random_weights(arch: Architecture) -> dict[str, torch.Tensor]:
+    """Return random weights by checkpoint name; the time of a step does not depend on their values."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def draw(shape: tuple[int, ...]) -> torch.Tensor:
+    def random(shape: tuple[int, ...]) -> torch.Tensor:
         options = {"dtype": torch.bfloat16, "device": device}
         return torch.ones(shape, **options) if len(shape) == 1 else torch.randn(shape, **options) * 0.02
 
-    return {name: draw(shape) for _, shapes, _ in arch.weights() for name, shape in shapes.items()}
+    return {name: random(shape) for _, shapes, _ in arch.weights() for name, shape in shapes.items()}
 
 
 def _fusions(engine: str) -> dict[str, bool]:
-    """Fields of the TransformerConfig."""
+    """Return the fusion fields of the TransformerConfig."""
     if engine == "stock_te":
         from megatron.core.models.common.embeddings import rope_utils
 
-        rope = rope_utils.fused_apply_rotary_pos_emb is not None  # TransformerEngine's, on a GPU alone
+        rope = rope_utils.fused_apply_rotary_pos_emb is not None  # TransformerEngine's, GPU only
         return FUSIONS | {"apply_rope_fusion": rope, "cross_entropy_loss_fusion": True}
     return FUSIONS if engine == "stock_fused" else {}
 
 
 class _HuggingFace(torch.nn.Module):
-    """Called as the Megatron model is: [b, s] losses."""
+    """Hugging Face's model with the call signature of the Megatron model, which returns losses [b, s]."""
 
     def __init__(self, model_dir: str):
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -121,8 +120,8 @@ class _HuggingFace(torch.nn.Module):
         super().__init__()
         config = AutoConfig.from_pretrained(model_dir)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        # It makes no mask where it sees that there is nothing to hide but what comes later. While torch compiles it, it
-        # does not look; with a mask of s x s entries torch's attention has twice the work, and none of its fast kernels.
+        # transformers omits a purely causal mask in eager mode, but always builds one under torch.compile. With an
+        # s x s mask, torch's attention does twice the work and cannot use its fast kernels.
         sys.modules[type(self.model).__module__].create_causal_mask = lambda *_, **__: None
 
     def forward(self, tokens, positions, mask, labels):
@@ -139,12 +138,12 @@ def _hugging_face(job: dict) -> Iterator[torch.nn.Module]:
 
 
 def _step(model, b: int, s: int, vocab: int, masked: bool) -> Callable[[], None]:
-    """Forward and backward of one micro-batch, its gradients fresh. masked: with a causal mask."""
+    """Return a function that runs forward and backward of one micro-batch; `masked`: with a causal mask."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(b * s)
     tokens, labels = (torch.randint(vocab, (b, s), generator=generator).to(device) for _ in range(2))
     positions = torch.arange(s, device=device).expand(b, s)
-    mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1) if masked else None  # True hides
+    mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1) if masked else None  # True: masked out
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -154,7 +153,7 @@ def _step(model, b: int, s: int, vocab: int, masked: bool) -> Callable[[], None]
 
 
 def _measure(model, b: int, s: int, vocab: int, repeats: int, masked: bool) -> dict | None:
-    """Seconds of each step and the most memory in use; None if it did not fit."""
+    """Return the seconds of each step and the peak memory; None if out of memory."""
     gpu = torch.cuda.is_available()
     step = _step(model, b, s, vocab, masked)
     try:
@@ -165,7 +164,7 @@ def _measure(model, b: int, s: int, vocab: int, repeats: int, masked: bool) -> d
         seconds = [_seconds(step) for _ in range(repeats)]
     except torch.OutOfMemoryError:
         seconds = None
-    if seconds is None:  # out here the error no longer holds the step's tensors
+    if seconds is None:  # after the except clause the error no longer references the step's tensors
         model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         return None
@@ -173,7 +172,7 @@ def _measure(model, b: int, s: int, vocab: int, repeats: int, masked: bool) -> d
 
 
 def _seconds(step: Callable[[], None]) -> float:
-    """Of one step, from an idle device to an idle device."""
+    """Return the seconds of one step, with a device synchronization before and after."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     wait()
     began = time.perf_counter()

@@ -1,14 +1,13 @@
-"""Rollout against training on GPUs, pair by pair: ``make gpu-e2e``, or ``python benchmarks/e2e.py`` with options.
+"""Logprob bits of rollout against training on GPUs: ``make gpu-e2e``, or ``python benchmarks/e2e.py`` with options.
 
-Real vLLM and Megatron-core engines, each in a process of its own, on random-weight models of a real size: 64 prompts
-of 5 to 1500 tokens, 128 tokens sampled for each, bf16; one model more has few prompts of up to 32000 tokens. The rows
-go to benchmarks/results/h200/e2e.json as they are made. Several commands (one for each model, say) fill one file: a row
-replaces the row of the same key.
+Real vLLM and Megatron-core engines run in separate processes on random-weight models of realistic size, in bf16. Each
+of 64 prompts has 5 to 1500 tokens and 128 sampled tokens; the model qwen3-long has 6 prompts of up to 32000 tokens.
+benchmarks/results/h200/e2e.json is updated after each pair. Several commands, such as one per model, can share the
+file; a new row replaces the row with the same key.
 
-The file: ``rows``, as in check.json, with ``model``, ``rollout_tp``, ``rollout_dp``, ``training_tp``,
-``sequence_parallel``, of the training too ``spec`` ("local" | "te", TransformerEngine's layer spec), ``ep``, ``pp`` and
-``cp``, and ``run``, and ``runs``: by that name, the date, commit, versions, GPUs and options that the rows were made
-with.
+The file is ``{"runs": {...}, "rows": [...]}``. A row has the fields of check.json and ``model``, ``rollout_tp``,
+``rollout_dp``, ``training_tp``, ``sequence_parallel``, ``spec`` (layer spec, "local" or "te" for TransformerEngine),
+``ep``, ``pp``, ``cp`` and ``run``. ``runs`` maps a row's ``run`` to its date, commit, versions, GPUs and options.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from lib.models import MIXTURES, SIZES, draw_lengths
+from lib.models import MOE_SIZES, SIZES, random_lengths
 from lib.options import parser as options_parser
-from lib.results import H200, made_on, merge, read, run_name, write
+from lib.results import H200, merge, read, run_info, run_name, write
 
 from alignkit.check import plan
 from alignkit.check.machine import gpus, installed, no_room
@@ -40,51 +39,56 @@ MODELS = {
     "llama-tied": {"arch": "llama", "tied": True},
     "qwen3-moe": {},
 }
-MIXTURE = "qwen3-moe"
-"""Of widths of its own: `MIXTURES` has them."""
+MOE_MODEL = "qwen3-moe"
+"""The MoE model, whose sizes are in `MOE_SIZES`."""
 LONG = "qwen3-long"
-"""Of prompts of its own, without stock engines and layouts: stock Megatron keeps the scores and logits of a whole sequence."""
+"""The model with long prompts, without stock engines and layouts: stock Megatron-core stores all scores and logits."""
 PARTS = ("modes", "tp", "layouts", "stock")
-"""Every mode of rollout and training on one rank; the tensor- and expert-parallel sizes crossed; TransformerEngine's layer spec,
-pipeline stages and context parallelism, stock too where that can be, of dense models; some pairs of stock engines, of the first
-model and of the mixture unless asked for."""
+"""Groups of pairs.
+
+"modes" has all modes of rollout and training on one rank. "tp" crosses the tensor- and expert-parallel sizes. "layouts"
+has TransformerEngine's layer spec, PP and CP, for dense models, also stock where supported. "stock" has pairs of stock
+engines; by default, only of the first model and the MoE model.
+"""
 MODES, GPU_MODES = ("batch", "one", "prompt_logprobs", "prefix", "chunked"), ("eager", "v1")
-"""Of rollout on one rank, and those that only a GPU has."""
+"""Modes of rollout on one rank, and those that need a GPU."""
 LAYOUTS = {
     1: ("tp1-te",),
     2: ("tp2-sp-te", "tp1-pp2", "tp1-te-pp2", "tp1-cp2", "tp1-te-cp2"),
     4: ("tp4-sp-te", "tp2-sp-te-pp2", "tp2-sp-te-cp2", "tp1-te-pp2-cp2"),
 }
-"""Those of the trainings, by the GPUs that they need."""
+"""Training layouts by the number of GPUs that they need."""
 STOCK_LAYOUTS = {1: ("tp1-te-padded", "tp1-te-packed"), 2: ("tp1-pp2-padded", "tp1-te-pp2-packed")}
 CHUNK = 256
 ROOM = 64 << 30
-"""Bytes of a GPU that stock Megatron may take with the mixture: its weights are 11 GB, and there are the logits."""
+"""GPU memory, in bytes, for an engine of the MoE model: 11 GB of weights, and stock Megatron-core's logits."""
 KEY = ("model", "dtype", "rollout", "training", "patched")
 
 
-class Given(NamedTuple):
-    """What a model is given: so many prompts of up to `longest` tokens, and in training so many tokens at a time, with padding."""
+class Workload(NamedTuple):
+    """Prompts and micro-batches of a model."""
 
     prompts: int
     longest: int
+    """Tokens of the longest prompt."""
     micro_batch: int
+    """Tokens of a training micro-batch, padding included."""
 
 
-GIVEN = {LONG: Given(6, 32000, 1 << 17)}
-OTHERS = Given(64, 1500, 16384)
-"""Stock Megatron keeps the logits of a micro-batch, 10 GB in fp32."""
+WORKLOADS = {LONG: Workload(6, 32000, 1 << 17)}
+DEFAULT = Workload(64, 1500, 16384)
+"""A micro-batch has 10 GB of fp32 logits, which stock Megatron-core materializes."""
 
 
-def of_model(model: str, size: str) -> dict:
-    """Arguments of `make_checkpoint`."""
-    if model == MIXTURE:
-        return MIXTURES["small-moe" if size == "small" else "qwen3-30b-a3b-8-layers"]
+def model_sizes(model: str, size: str) -> dict:
+    """Return the arguments of `make_checkpoint` for a model."""
+    if model == MOE_MODEL:
+        return MOE_SIZES["small-moe" if size == "small" else "qwen3-30b-a3b-8-layers"]
     return SIZES[size] | MODELS[model]
 
 
 def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
-    """The pairs of `parts`, with tensor-parallel sizes up to `tp`, and other layouts of as many ranks."""
+    """Return the pairs of `parts` with at most `tp` ranks per engine."""
     sizes = [n for n in (2, 4) if n <= tp]
     modes = ("one", "padded", "packed")
     chosen: list[tuple[str, str, bool]] = []
@@ -97,8 +101,8 @@ def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
             for engine in engines:
                 if r == "batch" and engine == "tp1":
                     continue
-                few = r != "batch" and engine != "tp1"
-                chosen += [(r, f"{engine}-{mode}", True) for mode in (modes[1:] if few else modes)]
+                both_parallel = r != "batch" and engine != "tp1"
+                chosen += [(r, f"{engine}-{mode}", True) for mode in (modes[1:] if both_parallel else modes)]
     if "layouts" in parts:
         chosen += [
             ("batch", f"{t}-{m}", True) for n, some in LAYOUTS.items() for t in some for m in modes[1:] if n <= tp
@@ -111,9 +115,12 @@ def rows(parts: Sequence[str], tp: int, gpu: bool = True) -> list[Row]:
     return [Row(DTYPE, *row) for row in dict.fromkeys(chosen)]
 
 
-def mixture_rows(parts: Sequence[str], ranks: int, gpu: bool = True) -> list[Row]:
-    """`rows` of the mixture: on up to `ranks` ranks, that have whole experts each or parts of all, and of replicas (vLLM's data
-    parallelism). On a GPU some rollouts, named ``routed``, are there for what their routers choose."""
+def moe_rows(parts: Sequence[str], ranks: int, gpu: bool = True) -> list[Row]:
+    """Return the pairs of the MoE model with at most `ranks` ranks per engine.
+
+    Experts are sharded by expert or tensor parallelism; rollouts also have data-parallel replicas. On a GPU, the
+    rollouts named ``routed`` record the experts that their routers select.
+    """
     sizes = [n for n in (2, 4) if n <= ranks]
     modes = ("one", "padded", "packed")
     routed = ["routed"] if gpu else []
@@ -133,29 +140,29 @@ def mixture_rows(parts: Sequence[str], ranks: int, gpu: bool = True) -> list[Row
             *(f"tp2-sp-ep{n}" for n in sizes),
         ]
         chosen += [(r, f"{t}-{mode}", True) for r in rollouts for t in trainings for mode in modes[1:]]
-        few = ("tp1", "tp1-ep2", "tp2-sp")
-        chosen += [(r, f"{t}-{mode}", True) for r in replicas for t in few for mode in modes[1:]]
+        some = ("tp1", "tp1-ep2", "tp2-sp")
+        chosen += [(r, f"{t}-{mode}", True) for r in replicas for t in some for mode in modes[1:]]
         chosen += [(r, f"{t}-{mode}", True) for r in routed for t in trainings for mode in modes[1:]]
         chosen += [(f"tp{n}-ep-{r}", f"{t}-padded", True) for r in routed for n in sizes for t in ("tp1", f"tp1-ep{n}")]
     if "stock" in parts:
         rollouts = ["batch", "one", "prompt_logprobs", *routed]
         chosen += [(r, f"tp1-{mode}", False) for r in rollouts for mode in modes[:2]]
         if sizes:
-            # On the CPU stock vLLM's workers die of an illegal instruction where they share experts.
+            # On the CPU, stock vLLM's workers crash with an illegal instruction under expert parallelism.
             rollouts = ["batch", *(["tp2", "tp2-ep", "tp2-ep-routed"] if gpu else [])]
             chosen += [(r, f"{t}-padded", False) for r in rollouts for t in ("tp1", "tp2-sp", "tp1-ep2")]
     return [Row(DTYPE, *row) for row in dict.fromkeys(chosen)]
 
 
 def engines_per_gpu(models: Sequence[str]) -> int:
-    """How many engines of these models a GPU has room for, up to two."""
-    if MIXTURE not in models or not torch.cuda.is_available():
+    """Return the number of engines of these models that fit on a GPU, at most two."""
+    if MOE_MODEL not in models or not torch.cuda.is_available():
         return 2
     return max(1, min(2, torch.cuda.get_device_properties(0).total_memory // ROOM))
 
 
 def to_json(model: str, compared: Compared) -> dict:
-    """A row of e2e.json."""
+    """Return a row of e2e.json."""
     row = compared.row
     return {
         "model": model,
@@ -170,16 +177,16 @@ def to_json(model: str, compared: Compared) -> dict:
     } | compared.to_json()
 
 
-def leave_out_te(wanted: dict[str, list[Row]]) -> int:
-    """Takes the rows with TransformerEngine's layer spec from `wanted`; how many those were."""
-    every = sum(map(len, wanted.values()))
-    for model, some in wanted.items():
-        wanted[model] = [row for row in some if row.spec != "te"]
-    return every - sum(map(len, wanted.values()))
+def remove_te(wanted: dict[str, list[Row]]) -> int:
+    """Remove the rows with TransformerEngine's layer spec from `wanted` and return their number."""
+    before = sum(map(len, wanted.values()))
+    for model, all_rows in wanted.items():
+        wanted[model] = [row for row in all_rows if row.spec != "te"]
+    return before - sum(map(len, wanted.values()))
 
 
-class Harvest(Terminal):
-    """Compares and saves each row as soon as both its engines have written their files."""
+class Comparisons(Terminal):
+    """A progress display that compares and saves each row once both its engines have written their files."""
 
     def __init__(
         self,
@@ -219,23 +226,31 @@ class Harvest(Terminal):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 if every patched row is equal to the last bit, 1 if one is not, 2 if an engine
-    failed, after all others have run."""
+    """Return the exit status: 0 if all patched rows are bit-equal, 1 if one is not, 2 if an engine failed."""
     parser = options_parser(__doc__, H200 / "e2e.json")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; stock for the first model only")
-    parser.add_argument("--rollouts", nargs="+", help="only rows of these, as in the file; default: all")
-    parser.add_argument("--trainings", nargs="+", help="likewise")
-    parser.add_argument("--tp", type=int, default=min(4, len(gpus()) or 1), help="largest number of ranks")
-    parser.add_argument("--size", choices=SIZES, default="large", help="of the models")
-    parser.add_argument("--prompts", type=int, help=f"default: {OTHERS.prompts}; of {LONG} {GIVEN[LONG].prompts}")
     parser.add_argument(
-        "--longest", type=int, help=f"prompt, in tokens; default: {OTHERS.longest}; of {LONG} {GIVEN[LONG].longest}"
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        help="groups of pairs; default: all, stock for the first model and the MoE model",
     )
-    parser.add_argument("--max-tokens", type=int, default=128, help="sampled for each prompt")
-    parser.add_argument("--per-gpu", type=int, help="engines that share a GPU; default: 2, or as many mixtures as fit")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one engine may take")
-    parser.add_argument("--out", type=Path, default=Path("check-results/e2e"), help="logprob files and logs")
+    parser.add_argument("--rollouts", nargs="+", help="rollouts to run, as named in the result file; default: all")
+    parser.add_argument("--trainings", nargs="+", help="trainings to run, as named in the result file; default: all")
+    parser.add_argument("--tp", type=int, default=min(4, len(gpus()) or 1), help="largest number of ranks of an engine")
+    parser.add_argument("--size", choices=SIZES, default="large", help="size of the models")
+    parser.add_argument(
+        "--prompts", type=int, help=f"number of prompts; default: {DEFAULT.prompts}; {LONG}: {WORKLOADS[LONG].prompts}"
+    )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        help=f"tokens of the longest prompt; default: {DEFAULT.longest}; {LONG}: {WORKLOADS[LONG].longest}",
+    )
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to sample per prompt")
+    parser.add_argument("--per-gpu", type=int, help="engines that share a GPU; default: 2 if they fit")
+    parser.add_argument("--timeout", type=float, default=300.0, help="time limit of an engine, in seconds")
+    parser.add_argument("--out", type=Path, default=Path("check-results/e2e"), help="folder for logprob files and logs")
     options = parser.parse_args(arguments)
     if problem := no_room(options.tp):
         parser.error(f"--tp: {problem}")
@@ -245,14 +260,14 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     out = options.out.resolve()
     prepare(out)
-    with_stock = (next(iter(MODELS)), MIXTURE)
-    prompts, given = {}, {}
+    with_stock = (next(iter(MODELS)), MOE_MODEL)
+    prompts, workloads = {}, {}
     for model in options.models:
-        usual = GIVEN.get(model, OTHERS)
-        given[model] = usual._replace(
-            prompts=options.prompts or usual.prompts, longest=options.longest or usual.longest
+        default = WORKLOADS.get(model, DEFAULT)
+        workloads[model] = default._replace(
+            prompts=options.prompts or default.prompts, longest=options.longest or default.longest
         )
-        lengths = draw_lengths(given[model].prompts, given[model].longest)
+        lengths = random_lengths(workloads[model].prompts, workloads[model].longest)
         prompts[model] = plan.draw_prompts(SIZES[options.size]["vocab"], 0, lengths)
     parts = {model: options.parts or (PARTS if model in with_stock else PARTS[:-1]) for model in options.models}
     if LONG in parts:
@@ -260,16 +275,16 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = {
         model: [
             row
-            for row in (mixture_rows if model == MIXTURE else rows)(parts[model], options.tp, bool(gpus()))
+            for row in (moe_rows if model == MOE_MODEL else rows)(parts[model], options.tp, bool(gpus()))
             if row.rollout in (options.rollouts or [row.rollout])
             and row.training in (options.trainings or [row.training])
         ]
         for model in options.models
     }
-    left_out = 0 if installed("transformer_engine") else leave_out_te(wanted)
+    skipped = 0 if installed("transformer_engine") else remove_te(wanted)
     jobs, shapes = [], {}
     for model in options.models:
-        path = make_checkpoint(out / model / "model", dtype=getattr(torch, DTYPE), **of_model(model, options.size))
+        path = make_checkpoint(out / model / "model", dtype=getattr(torch, DTYPE), **model_sizes(model, options.size))
         shapes[model] = asdict(read_architecture(path))
         (out / model / "logprobs").mkdir(exist_ok=True)
         jobs += plan.jobs(
@@ -282,37 +297,40 @@ def main(arguments: list[str] | None = None) -> int:
             seed=0,
             gpu=bool(gpus()),
             chunk=CHUNK,
-            micro_batch=given[model].micro_batch,
+            micro_batch=workloads[model].micro_batch,
             prefix=f"{model}-",
-            experts=model == MIXTURE,
+            experts=model == MOE_MODEL,
         )
-    jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # the models side by side, wide engines first
+    jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # models interleaved, engines with many ranks first
     screen = console()
     screen.print(
-        f"{' and '.join(options.models)}: {sum(map(len, wanted.values()))} rows; the models are made "
+        f"{' and '.join(options.models)}: {sum(map(len, wanted.values()))} rows; models written "
         f"({time.monotonic() - started:.0f} s)"
-        + (f"; TransformerEngine is not installed: {left_out} rows are left out" if left_out else "")
+        + (f"; TransformerEngine is not installed: {skipped} rows skipped" if skipped else "")
     )
-    info = made_on(
+    info = run_info(
         packages=("transformer-engine",),
         models=shapes,
         parts=parts,
         tp=options.tp,
-        given={model: of._asdict() | {"prompt_tokens": sum(map(len, prompts[model]))} for model, of in given.items()},
+        given={
+            model: workload._asdict() | {"prompt_tokens": sum(map(len, prompts[model]))}
+            for model, workload in workloads.items()
+        },
         max_tokens=options.max_tokens,
         temperature=1.0,
         seed=0,
         chunk=CHUNK,
         per_gpu=per_gpu,
     )
-    harvest = Harvest(screen, options.json, info, {k: list(v) for k, v in wanted.items()}, out, prompts)
-    with interrupted_by_sigterm(), harvest:
-        seconds, failures = execute(jobs, out, options.timeout, harvest, keep_going=True, per_gpu=per_gpu)
+    comparisons = Comparisons(screen, options.json, info, {k: list(v) for k, v in wanted.items()}, out, prompts)
+    with interrupted_by_sigterm(), comparisons:
+        seconds, failures = execute(jobs, out, options.timeout, comparisons, keep_going=True, per_gpu=per_gpu)
     info["seconds"] = seconds | {"all": round(time.monotonic() - started, 1)}
-    harvest.save()
+    comparisons.save()
 
     for patched in (False, True):
-        mine = [row for row in harvest.rows if row["patched"] == patched]
+        mine = [row for row in comparisons.rows if row["patched"] == patched]
         if mine:
             screen.print(
                 f"{'aligned' if patched else 'stock'}: {sum(r['bit_equal'] for r in mine)} of "
@@ -320,12 +338,12 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{sum(row.patched == patched for mine in wanted.values() for row in mine)} rows; "
                 f"largest difference {max(r['max_abs'] for r in mine):.1e}"
             )
-    for problem in harvest.problems:
-        screen.print(f"not equal: {problem}", soft_wrap=True, markup=False)
+    for problem in comparisons.problems:
+        screen.print(f"different: {problem}", soft_wrap=True, markup=False)
     for name in failures:
         screen.print(f"failed: {name}", soft_wrap=True, markup=False)
     screen.print(f"{info['seconds']['all']} s; {options.json}", soft_wrap=True)
-    return 2 if failures else int(bool(harvest.problems))
+    return 2 if failures else int(bool(comparisons.problems))
 
 
 if __name__ == "__main__":

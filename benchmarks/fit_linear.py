@@ -1,8 +1,9 @@
-"""Fits the constants of alignkit/ops/linear/cost.py to times of ``matmul.py --draw SEED --candidates FILE``.
+"""Fit of the constants of alignkit/ops/linear/cost.py to times of ``matmul.py --draw SEED --candidates FILE``.
 
-``python benchmarks/fit_linear.py FILE...`` says of each k-tree which way the constants choose that were fitted to
-the others (it is left out), and its time over the least of all ways' that were measured; then the mean and the largest of
-these; then the constants that fit all. A way's times count by how near they are to the least.
+``python benchmarks/fit_linear.py FILE...`` cross-validates by leaving one k-tree out at a time. For each, it prints the
+algorithm chosen by the constants fitted to the others, and the ratio of its time to the fastest measured algorithm's.
+The mean and the largest ratio follow, then the constants fitted to all k-trees. A time is weighted by the fastest
+algorithm's time divided by it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from lib.linear_algorithms import cut_name
 from lib.spread import geometric_mean
-from lib.ways import cut_named
 
 from alignkit.ops.linear import cost, cuda
 
@@ -27,28 +28,28 @@ BEGIN = {
     "TILES": cost.Cost(3.0, 3.0, 0.1, element=0.002, copy=2e-5, task=0.3, sums=0.3, join=1.0),
     "MANY": cost.Many(start=5.0, step=0.3, join=0.3, given=1.0, taken=1.0),
 }
-"""Where the search begins: rough, so that the constants do not know what is left out. Those that are 0 stay so."""
+"""Starting points of the search, rough so that they hold no information about the left-out k-tree; zeros stay fixed."""
 STEPS = (0.4, 0.2, 0.1, 0.05, 0.02)
-"""Of the search, in logarithms: of one constant, or of two, as one may stand for another."""
+"""Step sizes of the search, in logarithms; a move changes one constant or two, which may compensate each other."""
 
-Way = tuple[str, Callable[[], float]]
-"""The constants' name, and the prediction by them as they are."""
+Model = tuple[str, Callable[[], float]]
+"""The name of the constants, and the time that their current values predict, in microseconds."""
 
 
-def way(row: dict, name: str) -> Way | None:
-    """Of a row of --candidates the way of that name; None: it is none of those to choose from."""
+def model(row: dict, name: str) -> Model | None:
+    """Return the model of an algorithm's time in a row of --candidates; None if cost.py has none."""
     m, n, k, leaves = (row[key] for key in ("m", "n", "k", "leaves"))
     if m > cost.MANY_ROWS:
-        blocks = cost.MULTIPROCESSORS
-        cuts = {cut_named(cut): cut for cut in cost.cuts(m, n, leaves, blocks)}
+        sm_count = cost.SM_COUNT
+        cuts = {cut_name(cut): cut for cut in cost.cuts(m, n, leaves, sm_count)}
         if (cut := cuts.get(name)) is not None:
-            return "MANY", lambda: cost.MANY.of(m, n, k, leaves, blocks, cut)
-    if m > cuda.FEW:
+            return "MANY", lambda: cost.MANY.of(m, n, k, leaves, sm_count, cut)
+    if m > cuda.TREE_ROWS:
         return None
     if found := re.fullmatch(r"tree parts=(\d)(?: (\d+)( below)?)?", name):
-        how = cuda.Deal(int(found[1]), int(found[2] or 64), bool(found[3]))
-        if how in cuda.sensible(m, leaves):
-            return "CLUSTER" if how.parts == 1 else "PARTS", lambda: cuda.cost_of(m, n, k, leaves, how)
+        split = cuda.Split(int(found[1]), int(found[2] or 64), bool(found[3]))
+        if split in cuda.candidate_splits(m, leaves):
+            return "CLUSTER" if split.parts == 1 else "PARTS", lambda: cuda.cost_of(m, n, k, leaves, split)
     if found := re.fullmatch(r"tiles (\d+)x(\d+)x(\d+) parts=(\d)", name):
         tile = cost.Tile(*map(int, found.groups()))
         if tile in cost.all_tiles(m, leaves):
@@ -57,13 +58,13 @@ def way(row: dict, name: str) -> Way | None:
 
 
 def fit(rows: list[dict]) -> dict[str, float]:
-    """Sets the constants. By name the mean of the errors' logarithms."""
+    """Fit and set the constants; return the weighted mean of |log(predicted / measured)| by name."""
     data: dict[str, list[tuple[Callable[[], float], float, float]]] = {}
     for row in rows:
-        least = min(row["ways"].values())
+        fastest = min(row["ways"].values())
         for name, ms in row["ways"].items():
-            if (found := way(row, name)) is not None:
-                data.setdefault(found[0], []).append((found[1], 1e3 * ms, least / ms))
+            if (found := model(row, name)) is not None:
+                data.setdefault(found[0], []).append((found[1], 1e3 * ms, fastest / ms))
     errors = {}
     for name, times in data.items():
         total = sum(weight for _, _, weight in times)
@@ -96,9 +97,9 @@ def fit(rows: list[dict]) -> dict[str, float]:
 
 
 def chosen(row: dict) -> tuple[float, str]:
-    """The least prediction, in microseconds, and whose it is."""
-    found = ((name, way(row, name)) for name in row["ways"])
-    return min((of[1](), name) for name, of in found if of is not None)
+    """Return the smallest predicted time, in microseconds, and the algorithm's name."""
+    found = ((name, model(row, name)) for name in row["ways"])
+    return min((each[1](), name) for name, each in found if each is not None)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,21 +109,24 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [row for path in options.files for row in json.loads(path.read_text())["rows"]]
     rows = [r for r in rows if r["leaves"] > 1 and r["pass"] == "forward" and r["ways"]]
     print(
-        "| rows | outputs | k | leaves | chosen | us | predicted | fastest | us | ratio |\n|---|---|---|---|---|---|---|---|---|---|"
+        "| m | n | k | leaves | chosen | us | predicted | fastest | us | ratio |\n"
+        "|---|---|---|---|---|---|---|---|---|---|"
     )
     ratios = []
     for i, row in enumerate(rows):
         fit(rows[:i] + rows[i + 1 :])
         predicted, name = chosen(row)
         fastest = min(row["ways"], key=row["ways"].__getitem__)
-        us, least = 1e3 * row["ways"][name], 1e3 * row["ways"][fastest]
-        ratios.append(us / least)
+        us, fastest_us = 1e3 * row["ways"][name], 1e3 * row["ways"][fastest]
+        ratios.append(us / fastest_us)
         sizes = " | ".join(str(row[key]) for key in ("m", "n", "k", "leaves"))
-        print(f"| {sizes} | {name} | {us:.1f} | {predicted:.1f} | {fastest} | {least:.1f} | {us / least:.3f} |")
-    print(f"left out, {len(rows)} products: mean {geometric_mean(ratios):.3f}, largest {max(ratios):.2f}")
+        print(
+            f"| {sizes} | {name} | {us:.1f} | {predicted:.1f} | {fastest} | {fastest_us:.1f} | {us / fastest_us:.3f} |"
+        )
+    print(f"leave-one-out, {len(rows)} k-trees: mean {geometric_mean(ratios):.3f}, largest {max(ratios):.2f}")
     for name, error in fit(rows).items():
-        told = ", ".join(f"{field}={value:.3g}" for field, value in getattr(cost, name)._asdict().items() if value)
-        print(f"{name} = {type(getattr(cost, name)).__name__}({told})  # error {error:.3f}")
+        values = ", ".join(f"{field}={value:.3g}" for field, value in getattr(cost, name)._asdict().items() if value)
+        print(f"{name} = {type(getattr(cost, name)).__name__}({values})  # error {error:.3f}")
     return 0
 
 

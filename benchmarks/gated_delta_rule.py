@@ -1,18 +1,18 @@
-"""The backward of the gated delta rule's state beside flash-linear-attention's Triton kernel, on one GPU:
-``make gpu-gdn``; options in GDN_ARGS.
+"""Time of the gated delta rule's state backward against flash-linear-attention: ``make gpu-gdn``; options in GDN_ARGS.
 
-bf16, K = V = 128, gates to base 2, states [K, V]. The file (benchmarks/results/h200/gdn_bwd_dhu.json) is
-``{"runs": {...}, "rows": [...]}``; ``runs``: by the rows' ``run``, what they were made on, with the geometric mean and
-the least of its rows' ``x``. A row:
+The peer is flash-linear-attention's Triton kernel, on one GPU, in bf16 with K = V = 128, base-2 gates and states
+[K, V]. The result file, benchmarks/results/h200/gdn_bwd_dhu.json, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps
+a row's ``run`` to its environment, with the geometric mean and the minimum of its rows' ``x``. The fields of a
+row, which ``tables.py`` reads:
 
 ``b``, ``t``, ``h``, ``mode``, ``layout``
-    Batch, rows, heads; which of g, gk, and both dht and dh0 there are; "dense", or "packed" and how many sequences of
-    random lengths.
+    Batch size, tokens, heads; the inputs present: g, gk, or dht with dh0; "dense", or "packed" with the number of
+    sequences, which have random lengths.
 ``ms``, ``fla_ms``, ``x``
-    Median times on the device by turns, cold cache; theirs over ours. None where theirs failed.
+    Median GPU times of interleaved runs with a cold cache; their time over ours. None if theirs failed.
 ``floor_x``
-    Our time over that of reading every input and writing every output once at the speed of a copy ("copy_tb_s" of the
-    run; bytes read plus bytes written). Of gk, only the last row of each chunk is read.
+    Our time relative to the memory floor: reading all inputs and writing all outputs once at the bandwidth of a copy
+    (``copy_tb_s`` of the run; bytes read plus written). Only the last row of each chunk of gk is read.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.options import time_is_up, told
-from lib.results import H200, backend, keys, made_on, merge, of_sources, read, run_name, write
+from lib.results import H200, backend, merge, read, row_keys, run_info, run_name, with_sources, write
 from lib.stopwatch import Stopwatch, copy_speed
 
 from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu
@@ -48,7 +48,7 @@ class Case:
     h: int
     mode: str
     sequences: int = 0
-    """Of packed ones; 0: dense."""
+    """Number of packed sequences; 0: dense."""
 
     def key(self) -> dict:
         layout = f"packed {self.sequences}" if self.sequences else "dense"
@@ -73,21 +73,21 @@ class Inputs:
             return torch.randn(*shape, DIM, dtype=torch.bfloat16, device=device).mul_(scale)
 
         self.rows = [rows(DIM**-0.5), rows(DIM**-0.5), rows(DIM**-0.5 / 2), rows(1.0), rows(1.0)]
-        self.gates, self.last, self.starts = {}, 0, None
-        place = torch.arange(case.t, device=device) % CHUNK
+        self.gates, self.gk_bytes, self.starts = {}, 0, None
+        position = torch.arange(case.t, device=device) % CHUNK
         count, chunks = case.b, case.b * -(-case.t // CHUNK)
         if case.sequences:
             cuts = torch.randperm(case.t - 1)[: case.sequences - 1].sort().values + 1
             edges = [0, *cuts.tolist(), case.t]
-            place = torch.cat([torch.arange(b - a, device=device) % CHUNK for a, b in itertools.pairwise(edges)])
+            position = torch.cat([torch.arange(b - a, device=device) % CHUNK for a, b in itertools.pairwise(edges)])
             self.starts = torch.tensor(edges, device=device)
             count, chunks = case.sequences, sum(-(-(b - a) // CHUNK) for a, b in itertools.pairwise(edges))
-        decay = (place + 1).float() / -100
+        decay = (position + 1).float() / -100
         if "g" in case.mode.split("+"):
             self.gates["g"] = decay[:, None] * torch.rand(shape, device=device)
         if "gk" in case.mode:
             self.gates["gk"] = torch.rand(*shape, DIM, device=device).mul_(decay[:, None, None])
-            self.last = 4 * chunks * case.h * DIM
+            self.gk_bytes = 4 * chunks * case.h * DIM
         self.dht = torch.randn(count, case.h, DIM, DIM, device=device) if "dht" in case.mode else None
         self.chunks = chunks if case.sequences else None
 
@@ -104,10 +104,10 @@ class Inputs:
 
     def bytes(self) -> int:
         moved = [*self.rows, self.gates.get("g"), self.dht, *self.ours()]
-        return sum(t.nbytes for t in moved if t is not None) + self.last
+        return sum(t.nbytes for t in moved if t is not None) + self.gk_bytes
 
     def theirs(self):
-        """A call of flash-linear-attention's kernel; ImportError where it is not installed."""
+        """Return a call of flash-linear-attention's kernel; raise ImportError if it is not installed."""
         from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu as function
         from fla.ops.utils import prepare_chunk_indices, prepare_chunk_offsets
 
@@ -121,17 +121,21 @@ class Inputs:
         return lambda: function(*self.rows, **self.gates, h0=self.dht, dht=self.dht, scale=DIM**-0.5, **packed)
 
 
-def compile_peer(todo: list[Case]) -> None:
-    """flash-linear-attention's kernels are compiled for each number of heads and mode. Here by processes side by side; what
-    they are tuned to is not kept, as the times of these are no good."""
+def compile_peer(remaining: list[Case]) -> None:
+    """Compile flash-linear-attention's kernels, one variant per number of heads and mode, in concurrent processes.
+
+    The processes' autotuning results are discarded, because concurrent timings are unreliable.
+    """
     if importlib.util.find_spec("fla") is None:
         return
-    kinds = sorted({(case.h, case.mode, 3 if case.sequences else 0) for case in todo})
+    variants = sorted({(case.h, case.mode, 3 if case.sequences else 0) for case in remaining})
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(
             pool.map(
-                lambda kind: subprocess.run([sys.executable, __file__, "--compile", *map(str, kind)], check=False),
-                kinds,
+                lambda variant: subprocess.run(
+                    [sys.executable, __file__, "--compile", *map(str, variant)], check=False
+                ),
+                variants,
             )
         )
 
@@ -144,8 +148,8 @@ def measure(case: Case, watch: Stopwatch, seconds: float, speed: float) -> dict:
         theirs = inputs.theirs()
         theirs()
         runs.append(theirs)
-    except Exception as e:  # a peer may raise whatever it likes
-        print(f"flash-linear-attention failed: {told(e)}", flush=True)
+    except Exception as e:  # a peer may raise anything
+        print(f"flash-linear-attention failed: {error_text(e)}", flush=True)
     ms, *fla = watch.medians(runs, seconds)
     return case.key() | {
         "ms": ms,
@@ -167,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument(
         "--compile", nargs=3, help=argparse.SUPPRESS
-    )  # heads, mode, sequences: one call of the peer's kernel
+    )  # heads, mode, sequences of one call of the peer's kernel
     options = parser.parse_args(arguments)
 
     started, device = time.monotonic(), torch.device("cuda")
@@ -178,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     watch = Stopwatch(device)
     speed = copy_speed(watch)
     name = run_name()
-    info = made_on(
+    info = run_info(
         ops=["gated_delta_rule"],
         packages=["fla-core"],
         seconds=options.seconds,
@@ -186,17 +190,17 @@ def main(arguments: list[str] | None = None) -> int:
         backend=backend(device),
     )
     old = read(options.json)
-    had = keys(of_sources(old, info["sources"]), KEY) if options.resume else set()
-    todo = [case for case in cases(options.heads) if tuple(case.key().values()) not in had]
-    compile_peer(todo)
+    measured = row_keys(with_sources(old, info["sources"]), KEY) if options.resume else set()
+    remaining = [case for case in cases(options.heads) if tuple(case.key().values()) not in measured]
+    compile_peer(remaining)
     rows: list[dict] = []
-    for case in todo:
+    for case in remaining:
         if time_is_up(options, started):
             break
         rows.append(measure(case, watch, options.seconds, speed))
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
         write(options.json, merge(old, name, info | summary(rows), rows, KEY))
-    print(f"{len(rows)} of {len(todo)} rows, {summary(rows)}; {options.json}")
+    print(f"{len(rows)} of {len(remaining)} rows, {summary(rows)}; {options.json}")
     return 0
 
 

@@ -1,33 +1,34 @@
-"""`linear_logp` beside every peer that is installed, on one GPU: ``make gpu-logp``; options in LOGP_ARGS.
+"""Time, memory and error of `linear_logp` against its peers on one GPU: ``make gpu-logp``; options in LOGP_ARGS.
 
-Logprobs of target tokens from bf16 hidden states [n, d] and a bf16 head [v, d], all in one process: this project's op,
-torch (eager and compiled), Liger's Triton and CuTe kernels, CCE, verl's kernel, QuACK. Without options: three shapes of
-training, and decoding. A peer that is not installed or fails is an entry of ``meta.errors``, and the others go on.
+The benchmark computes logprobs of target tokens from bf16 hidden states [n, d] and a bf16 LM head [v, d]. Peers are
+torch (eager and compiled), Liger's Triton and CuTe kernels, CCE, verl's kernel and QuACK, all in one process. The
+default is three training shapes, and decode. A peer that is not installed or fails is an entry of ``meta.errors``.
 
-The file (benchmarks/results/h200/linear_logp.json) is ``{"meta": {...}, "rows": [...]}``. ``meta.runs``: by the rows'
-``run``, what they were made on. A row:
+The result file, benchmarks/results/h200/linear_logp.json, is ``{"meta": {...}, "rows": [...]}``; ``meta.runs`` maps a
+row's ``run`` to its environment. The fields of a row, which ``tables.py`` reads:
 
 ``n``, ``d``, ``v``, ``impl``, ``pass``
-    "forward"; "forward_backward", to the gradients of both inputs; "decode", the logits of n requests, and
-    their logprobs but for "gemm" and "alignkit, logits".
+    "forward"; "forward_backward", with the gradients of both inputs; "decode", the logits of n requests and their
+    logprobs ("gemm" and "alignkit, logits": logits alone).
 ``ms``
-    Median time on the device, cold cache.
+    Median GPU time with a cold cache.
 ``x``
-    ``ms`` over that of the bf16 product of the logits by cuBLAS ("gemm"), timed by turns with it.
+    ``ms`` relative to cuBLAS's bf16 GEMM of the logits ("gemm"), from interleaved runs.
 ``mib``
-    Peak of the allocator's memory above the inputs and the gradients of both, which must be returned. What an
-    implementation keeps between calls counts in the row that first allocates it. None on the CPU.
+    Peak allocator memory in addition to the inputs and their gradients. Memory that an implementation caches between
+    calls counts in the row that first allocates it. None on the CPU.
 ``err``
-    Largest absolute error of a logprob against fp32 logits; None where only a sum comes out.
+    Largest absolute error of a logprob against fp32 logits; None if an implementation returns a sum alone.
 ``err_grad``
-    Of both gradients against fp32, the larger of the largest errors, each as a share of the gradient's largest value;
-    None where fp32 would take long.
+    Largest error of both gradients against fp32, relative to the gradient's largest magnitude; None if the fp32
+    reference would take too long.
 ``x_copy``
-    Decoding only: ``ms`` over the time of reading the head at the speed of a copy of it, timed by turns too. That time
-    is the row of the implementation "copy".
+    Decode alone: ``ms`` relative to the time to read the head at the bandwidth of a copy, from interleaved runs. The
+    row of the implementation "copy" has this time.
 
-The gradient of each token is random; but Liger's Triton kernel, which is fastest so, and QuACK are asked for that of a
-sum. "+entropy": the entropy comes out too and has a gradient. verl's kernel always computes it.
+Each token has a random output gradient. Liger's Triton kernel and QuACK compute a sum with gradient 1 instead, Liger
+because it is fastest this way. "+entropy" implementations return the entropy too, with a gradient; verl's kernel
+always computes it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from functools import cached_property, partial
 import torch
 from lib.options import parser as options_parser
 from lib.options import time_is_up
-from lib.results import H200, backend, keys, made_on, merge, of_sources, read, run_name, write
+from lib.results import H200, backend, merge, read, row_keys, run_info, run_name, with_sources, write
 from lib.stopwatch import Stopwatch
 from torch.nn.functional import cross_entropy, linear
 
@@ -61,16 +62,16 @@ DECODE: tuple[Shape, ...] = tuple((2**i, 4096, 151936) for i in range(7))
 DIMENSIONS = (1024, 2048, 4096, 5120, 8192)
 VOCABULARIES = (32000, 128256, 151936, 262144)
 SHARDS = (1, 2, 4, 8)
-"""Ranks of tensor parallelism: each computes that part of a vocabulary."""
+"""Tensor-parallel sizes, by which the vocabulary is divided."""
 KEY = ("n", "d", "v", "impl", "pass")
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl", "verl")
 CHUNK = 1 << 28
-"""Logits that the fp32 reference holds at a time."""
+"""Logits of a chunk of the fp32 reference."""
 GRADIENT_FLOP = 1e14
-"""Work beyond which there is no fp32 reference of the gradients."""
+"""FLOP above which the fp32 reference of the gradients is skipped."""
 
 
-# Implementations: (hidden, weight, target) -> logp [n], or (logp, entropy), or a scalar, the sum of -logp.
+# Implementations: (hidden, weight, target) -> logp [n], (logp, entropy), or the scalar sum of -logp.
 
 
 def _torch(hidden, weight, target):
@@ -78,7 +79,7 @@ def _torch(hidden, weight, target):
 
 
 def _compiled():
-    torch.compiler.reset()  # each shape is compiled for itself, however many there are
+    torch.compiler.reset()  # forget earlier shapes, so that none counts toward the recompile limit
     return torch.compile(_torch, dynamic=False)
 
 
@@ -100,7 +101,7 @@ def _liger():
 
 
 def _liger_sm90(entropy: bool):
-    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")  # its check of the targets waits for the GPU
+    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")  # Liger's check of the targets synchronizes
     from liger_kernel.ops.cutedsl.ops import fused_scaled_cross_entropy_sm90 as sm90
 
     def logp(hidden, weight, target):
@@ -132,20 +133,22 @@ def _quack():
 
 @dataclass(frozen=True)
 class Impl:
-    """How to get an implementation: `load` imports it and returns the function, for one shape."""
+    """An implementation; `load` imports it and returns the function for one shape."""
 
     load: Callable[[], Callable]
     passes: tuple[str, ...] = TRAINING
     decode: Callable | None = None
-    """The function for decoding, if it is another."""
+    """Function for decode, if it differs."""
     total: bool = False
-    """Forward + backward is of the sum of -logp, not of a gradient for each token."""
+    """True if forward_backward uses the sum of -logp instead of an output gradient per token."""
     entropy: bool = False
+    """True if the function returns (logp, entropy)."""
     own: bool = False
+    """True for alignkit's implementations."""
 
 
 IMPLS = {
-    "copy": Impl(lambda: None, ("decode",)),  # its time is that of the head alone
+    "copy": Impl(lambda: None, ("decode",)),  # measured in `measure`
     "gemm": Impl(lambda: lambda hidden, weight, target: linear(hidden, weight), ("forward", "decode")),
     "alignkit": Impl(lambda: linear_logp, PASSES, decode=_decode, own=True),
     "alignkit+entropy": Impl(lambda: partial(linear_logp, return_entropy=True), entropy=True, own=True),
@@ -163,43 +166,43 @@ IMPLS = {
 }
 
 
-# The sizes.
+# Shapes.
 
 
 def shape(text: str) -> Shape:
-    """``4096x2048x151936``: n, d, v."""
+    """Parse n, d, v, such as ``4096x2048x151936``."""
     try:
         n, d, v = (int(part) for part in text.split("x"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 4096x2048x151936 (n, d, v)") from None
+        raise argparse.ArgumentTypeError(f"must be NxDxV, such as 4096x2048x151936, got {text!r}") from None
     if min(n, d, v) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} has a size below 1")
+        raise argparse.ArgumentTypeError(f"sizes must be at least 1, got {text!r}")
     return n, d, v
 
 
 def sweep() -> list[Shape]:
-    """Along n, along v with every shard of it, and every d with every v."""
+    """Return shapes along n, along v and its shards, and all combinations of d and v."""
     along_n = [(2**i, 4096, 151936) for i in range(16)]
     along_v = [(4096, 4096, v // ranks) for ranks in SHARDS for v in VOCABULARIES]
     return list(dict.fromkeys(along_n + along_v + [(4096, d, v) for d in DIMENSIONS for v in VOCABULARIES]))
 
 
 def plan(shapes: list[Shape] | None, swept: bool, passes: list[str] | None) -> list[tuple[Shape, tuple[str, ...]]]:
-    """What is measured, in order: shapes and their passes."""
+    """Return the shapes to measure, in order, each with its passes."""
     if shapes:
         wanted = [(s, tuple(passes or TRAINING)) for s in shapes]
     else:
         training = dict.fromkeys([*SHAPES, *(sweep() if swept else [])])
         wanted = [*((s, PASSES[2:]) for s in DECODE), *((s, TRAINING) for s in training)]
-    chosen = [(s, tuple(p for p in found if p in (passes or PASSES))) for s, found in wanted]
-    return [(s, found) for s, found in chosen if found]
+    selected = [(s, tuple(p for p in each if p in (passes or PASSES))) for s, each in wanted]
+    return [(s, each) for s, each in selected if each]
 
 
-# Measuring.
+# Measurement.
 
 
 class Problem:
-    """Random inputs of a shape, and what comes out in fp32."""
+    """Random inputs of a shape, and their fp32 reference."""
 
     def __init__(self, size: Shape, device: torch.device):
         self.size, self.device = size, device
@@ -216,11 +219,11 @@ class Problem:
 
     @cached_property
     def spare(self) -> torch.Tensor:
-        """Where copies of the head go."""
+        """Return the destination of copies of the head."""
         return torch.empty_like(self.weight)
 
     def _chunks(self):
-        """Rows, their hidden states and their log-softmax, in fp32; and the head."""
+        """Yield chunks of tokens: indices, hidden states, log-softmax, and the whole head, in fp32."""
         torch.backends.cuda.matmul.allow_tf32 = False
         weight = self.weight.float()
         for rows in torch.arange(self.size[0], device=self.device).split(max(CHUNK // self.size[2], 1)):
@@ -232,7 +235,7 @@ class Problem:
         return torch.cat([logp.gather(1, self.target[rows, None])[:, 0] for rows, _, logp, _ in self._chunks()])
 
     def gradients(self, impl: Impl) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of hidden and weight, by what `impl` is given to go back from; None if that would take long."""
+        """Return the fp32 gradients of hidden and weight for `impl`'s output gradients; None if too slow to compute."""
         kind = (impl.total, impl.entropy)
         if 6 * math.prod(self.size) > GRADIENT_FLOP:
             return None
@@ -261,10 +264,10 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def calls(problem: Problem, impl: Impl, which: str) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
-    """What is timed, which returns the first output; and the leaves that it gives gradients."""
-    function = impl.decode if which == "decode" and impl.decode else impl.load()
-    if which != "forward_backward":
+def calls(problem: Problem, impl: Impl, pass_name: str) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Return the call to time, which returns the first output, and the leaf tensors that receive gradients."""
+    function = impl.decode if pass_name == "decode" and impl.decode else impl.load()
+    if pass_name != "forward_backward":
 
         def forward():
             with torch.no_grad():
@@ -277,27 +280,27 @@ def calls(problem: Problem, impl: Impl, which: str) -> tuple[Callable[[], torch.
         for leaf in leaves:
             leaf.grad = None
         outs = _outputs(function(*leaves, problem.target))
-        given = (problem.gradient.new_ones(()) if impl.total else problem.gradient, problem.entropy_gradient)
-        outs = outs[: 2 if impl.entropy else 1]  # a gradient too many is given where there is no entropy
-        torch.autograd.backward(outs, [g.to(out.dtype) for out, g in zip(outs, given, strict=False)])
+        gradients = (problem.gradient.new_ones(()) if impl.total else problem.gradient, problem.entropy_gradient)
+        outs = outs[: 2 if impl.entropy else 1]  # zip drops the entropy's gradient if there is no entropy
+        torch.autograd.backward(outs, [g.to(out.dtype) for out, g in zip(outs, gradients, strict=False)])
         return outs[0].detach()
 
     return forward_backward, leaves
 
 
-def measure(problem: Problem, name: str, which: str, watch: Stopwatch, seconds: float) -> dict:
-    """A row, but for its run."""
+def measure(problem: Problem, name: str, pass_name: str, watch: Stopwatch, seconds: float) -> dict:
+    """Return a row without its ``run``."""
     impl, device = IMPLS[name], problem.device
-    (n, d, v), copy = problem.size, partial(problem.spare.copy_, problem.weight) if which == "decode" else None
+    (n, d, v), copy = problem.size, partial(problem.spare.copy_, problem.weight) if pass_name == "decode" else None
     gemm, _ = calls(problem, IMPLS["gemm"], "forward")
-    row = {"n": n, "d": d, "v": v, "impl": name, "pass": which}
+    row = {"n": n, "d": d, "v": v, "impl": name, "pass": pass_name}
     if name == "copy":
         copied, product = watch.medians([copy, gemm], seconds)
         return row | {"ms": copied / 2, "x": copied / 2 / product, "mib": None, "err": None, "x_copy": 1.0}
     gemm()
     before = _allocated(device)
-    run, leaves = calls(problem, impl, which)
-    run()  # compiles, and allocates what is kept
+    run, leaves = calls(problem, impl, pass_name)
+    run()  # compiles, and allocates cached buffers
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -323,34 +326,34 @@ def measure(problem: Problem, name: str, which: str, watch: Stopwatch, seconds: 
     )
 
 
-# The file.
+# Result file.
 
 
 def contents(old: dict, name: str, info: dict, rows: list[dict], errors: list[dict]) -> dict:
-    """The contents of the result file after run `name`: what a row or an error says of the same anew is replaced."""
+    """Return the contents of the result file after run `name`; new rows and errors replace those of equal key."""
     meta = old.get("meta", {})
     merged = merge({"runs": meta.get("runs", {}), "rows": old.get("rows", [])}, name, info, rows, KEY)
-    anew = {tuple(entry.get(k) for k in KEY) for entry in rows + errors}
+    replaced = {tuple(entry.get(k) for k in KEY) for entry in rows + errors}
     started = {row["impl"] for row in rows}
     kept = [
         e
         for e in meta.get("errors", [])
-        if tuple(e.get(k) for k in KEY) not in anew and not ("n" not in e and e["impl"] in started)
+        if tuple(e.get(k) for k in KEY) not in replaced and not ("n" not in e and e["impl"] in started)
     ]
     return {"meta": {"runs": merged["runs"], "errors": kept + errors}, "rows": merged["rows"]}
 
 
-def described(row: dict) -> str:
-    """A line for a row."""
+def line(row: dict) -> str:
+    """Return a line of output for a row."""
     parts = [
         f"{row['n']} x {row['d']} x {row['v']} {row['pass']}, {row['impl']}: {row['ms']:.3f} ms",
-        f"{row['x']:.2f} gemm",
+        f"{row['x']:.2f} of gemm",
     ]
     for key, text in (
-        ("x_copy", "{:.2f} copy"),
+        ("x_copy", "{:.2f} of copy"),
         ("mib", "{:.0f} MiB"),
         ("err", "error {:.1e}"),
-        ("err_grad", "of gradients {:.1e}"),
+        ("err_grad", "gradient error {:.1e}"),
     ):
         if row.get(key) is not None:
             parts.append(text.format(row[key]))
@@ -358,18 +361,18 @@ def described(row: dict) -> str:
 
 
 def packages() -> dict[str, str]:
-    """Versions of the peers whose packages say one."""
+    """Return the versions of the installed peers."""
     found = {name: version(name) for name in PACKAGES}
     return {name: v for name, v in found.items() if v is not None}
 
 
 class Bench:
-    """Measures, and saves after every row."""
+    """One command, which saves after each row."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device):
         self.options, self.device, self.watch = options, device, Stopwatch(device)
         self.name = run_name()
-        self.info = made_on(ops=["linear_logp"], seconds=options.seconds, backend=backend(device))
+        self.info = run_info(ops=["linear_logp"], seconds=options.seconds, backend=backend(device))
         self.info["versions"] |= packages()
         self.old = read(options.json)
         self.rows: list[dict] = []
@@ -384,8 +387,8 @@ class Bench:
         self.errors.append(error | {"error": f"{type(e).__name__}: {lines[0][:300] if lines else ''}"})
         print(f"FAILED: {self.errors[-1]}", flush=True)
 
-    def starts(self, name: str) -> bool:
-        """Whether an implementation can be imported; the others go on without one that raises whatever it likes."""
+    def can_import(self, name: str) -> bool:
+        """Return whether an implementation can be imported; record the error otherwise."""
         try:
             IMPLS[name].load()
         except Exception as e:
@@ -393,65 +396,65 @@ class Bench:
             return False
         return True
 
-    def one(self, problem: Problem, name: str, which: str) -> None:
+    def measure(self, problem: Problem, name: str, pass_name: str) -> None:
         n, d, v = problem.size
         try:
-            row = measure(problem, name, which, self.watch, self.options.seconds)
-        except Exception as e:  # as in starts()
-            self._failed({"n": n, "d": d, "v": v, "impl": name, "pass": which}, e)
+            row = measure(problem, name, pass_name, self.watch, self.options.seconds)
+        except Exception as e:  # a peer may raise anything
+            self._failed({"n": n, "d": d, "v": v, "impl": name, "pass": pass_name}, e)
         else:
             self.rows.append(row)
-            print(described(row), flush=True)
+            print(line(row), flush=True)
         self.save()
         gc.collect()
-        self.watch.synchronize()  # raises if the GPU itself was left unusable
+        self.watch.synchronize()  # raises if the CUDA context is broken
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def run(self, wanted: list[tuple[Shape, tuple[str, ...]]], names: list[str]) -> None:
         began = time.monotonic()
-        names = [name for name in names if self.starts(name)]
+        names = [name for name in names if self.can_import(name)]
         old = {"runs": self.old.get("meta", {}).get("runs", {}), "rows": self.old.get("rows", [])}
-        had = keys(of_sources(old, self.info["sources"]), KEY) if self.options.resume else set()
-        todo = [
+        measured = row_keys(with_sources(old, self.info["sources"]), KEY) if self.options.resume else set()
+        remaining = [
             (
                 size,
                 [
-                    (name, which)
-                    for which in passes
+                    (name, pass_name)
+                    for pass_name in passes
                     for name in names
-                    if which in IMPLS[name].passes and (*size, name, which) not in had
+                    if pass_name in IMPLS[name].passes and (*size, name, pass_name) not in measured
                 ],
             )
             for size, passes in wanted
         ]
-        count = sum(len(mine) for _, mine in todo)
-        for size, mine in todo:
+        count = sum(len(mine) for _, mine in remaining)
+        for size, mine in remaining:
             problem = Problem(size, self.device) if mine else None
-            for name, which in mine:
+            for name, pass_name in mine:
                 if time_is_up(self.options, began):
                     print(f"out of time: {len(self.rows)} of {count} rows", flush=True)
                     return
-                self.one(problem, name, which)
+                self.measure(problem, name, pass_name)
             del problem
 
 
 def _warm(device: torch.device) -> None:
-    """One product forward and back, so that what cuBLAS allocates for itself is in no row."""
+    """Run a GEMM forward and backward, so that no row includes cuBLAS's workspace."""
     a = torch.ones(128, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
     linear(a, a).sum().backward()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 1 if an implementation of this project failed."""
+    """Return the exit status: 1 if one of alignkit's implementations failed."""
     parser = options_parser(__doc__, H200 / "linear_logp.json", seconds=0.5, resume=True)
-    parser.add_argument("--shapes", nargs="+", type=shape, help="n, d, v as 4096x2048x151936; default: see above")
-    parser.add_argument("--sweep", action="store_true", help="n, d, v and shards of v as well: it may take an hour")
+    parser.add_argument("--shapes", nargs="+", type=shape, help="n, d, v, such as 4096x2048x151936")
+    parser.add_argument("--sweep", action="store_true", help="sweep n, d, v and shards of v as well; may take an hour")
     parser.add_argument("--impl", nargs="+", choices=IMPLS, default=list(IMPLS))
-    parser.add_argument("--passes", nargs="+", choices=PASSES, help="default: all; of --shapes, without decode")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, help="default: all; with --shapes, all but decode")
     options = parser.parse_args(arguments)
     if options.shapes and options.sweep:
-        parser.error("--sweep has shapes of its own")
+        parser.error("--sweep: cannot be combined with --shapes")
 
     started = time.monotonic()
     torch.manual_seed(0)

@@ -1,21 +1,28 @@
-"""Prefill and decoding of whole engines, by requests and length of the prompts: ``make gpu-long``; options in LONG_ARGS.
+"""Prefill and decode speed of engines by requests and prompt length: ``make gpu-long``; options in LONG_ARGS.
 
-A cell is so many requests with prompts of so many tokens, in vLLM's default mode (torch.compile, CUDA graphs), all of
-them there when it begins. Each engine is started once for each number of tensor-parallel ranks and measures all cells.
-Where a GPU has room for two, an engine and the next are side by side, measured by turns; else one ends before the next
-one starts. Weights are made up by vLLM; engines and sizes are those of ``cost.py``.
+A cell is a number of requests and their prompt length; all requests start together, in vLLM's default mode
+(torch.compile, CUDA graphs). Each engine starts once per tensor-parallel size and measures all cells. If a GPU has room
+for two engines, two run concurrently with interleaved repeats. vLLM generates dummy weights. The engines and sizes are
+those of ``cost.py``.
 
-Prefill is the time of the prompts with one token sampled for each. Then the same prompts come again: they are in the
-prefix cache but for their last block, so what is timed is `out` tokens for each and, again, the first eighth of them. The
-difference is of decoding steps alone: not of two long prefills, nor of a call without a step of decoding, whose one step
-waits for the host as others do not. Medians of three repeats, and of more where the tokens are few: such steps wait for the
-host, whose speed changes.
+Prefill is the time of the prompts with one sampled token each. Decode repeats the same prompts, which hit the prefix
+cache except for their last block. It is the difference between the times of `out` tokens and of an eighth of them, so
+that it contains decode steps alone. Values are medians of three repeats, and of more for cells with few tokens, whose
+steps are CPU-bound and vary more.
 
-benchmarks/results/h200/long.json gets ``rows``: ``{"size", "engine", "tp", "requests", "prompt", "out", "prefill_s",
-"decode_tok_s", "x_prefill", "x_decode", "prefill_seconds", "decode_seconds"}``: seconds of prefill, and tokens decoded
-a second, null where that difference is lost in noise; both over stock's of the same run; then each repeat's seconds.
-``runs``: by the rows' ``run``, what they were made on, and what an engine's start took. Mixtures of experts go to
-moe.json, with ``tok_s`` and ``x``, the same as ``decode_tok_s`` and ``x_decode``.
+benchmarks/results/h200/long.json, or moe.json for MoE models, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a
+row's ``run`` to its environment and the engines' startup times. The fields of a row, which ``tables.py`` reads:
+
+``size``, ``engine``, ``tp``, ``requests``, ``prompt``, ``out``
+    Model, engine, tensor-parallel size, and the cell.
+``prefill_s``, ``decode_tok_s``
+    Seconds of prefill; decoded tokens per second, null if the difference is lost in noise.
+``x_prefill``, ``x_decode``
+    Both relative to stock's in the same run.
+``prefill_seconds``, ``decode_seconds``
+    Seconds of each repeat.
+``tok_s``, ``x``
+    MoE models alone: copies of ``decode_tok_s`` and ``x_decode``.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 from cost import SIZES, Bench
-from lib.models import MIXTURES, held_bytes
+from lib.models import MOE_SIZES, model_bytes
 from lib.options import parser as options_parser
 from lib.results import H200, merge, read, write
 
@@ -38,34 +45,36 @@ from alignkit.check.terminal import interrupted_by_sigterm
 ENGINES = ("stock", "aligned", "batch_invariant")
 KEY = ("size", "engine", "tp", "requests", "prompt")
 WARM_UP = {"prompt": 16, "max_tokens": 8}
-"""Of a cell, before anything is timed: one prompt as long as it has, the others so short, and so many tokens for each."""
+"""Warm-up of a cell: one prompt of full length, the others of this length, and tokens to sample per prompt."""
 LARGEST_GRAPH = 512
-"""Rows of vLLM's largest CUDA graph, by default."""
-BESIDE = 8 << 30
-"""Bytes of an engine on each GPU beside weights and cache: activations, graphs, what the driver takes."""
-REPEATED = 240_000, 5
-"""Tokens that are measured of each cell at least, unless that takes so many times as many repeats."""
+"""vLLM's default largest CUDA graph capture size."""
+OVERHEAD = 8 << 30
+"""GPU memory of an engine in addition to weights and cache, in bytes: activations, CUDA graphs, CUDA context."""
+REPEAT_LIMITS = 240_000, 5
+"""Prompt tokens that a cell's repeats should have in total, and the largest factor by which --repeats is raised."""
 
 
 class Cell(NamedTuple):
-    """So many requests of so many tokens; out: tokens that are sampled for each."""
+    """Concurrent requests of one prompt length."""
 
     requests: int
     prompt: int
+    """Tokens of a prompt."""
     out: int
+    """Tokens to sample per prompt."""
 
     @property
     def first(self) -> int:
-        """Tokens for each in the shorter of the two calls whose difference is decoding."""
+        """Return the tokens per prompt of the shorter of the two calls whose difference is decode."""
         return 1 + self.out // 8
 
     def __str__(self) -> str:
         return f"{self.requests} x {self.prompt}"
 
     def cases(self, repeats: int) -> list[dict]:
-        """Of a job of ``cost_rollout``. repeats: at least."""
-        tokens, times = REPEATED
-        repeats = max(repeats, min(times * repeats, tokens // (self.requests * self.prompt)))
+        """Return the cases of a ``cost_rollout`` job, with at least `repeats` repeats."""
+        tokens, factor = REPEAT_LIMITS
+        repeats = max(repeats, min(factor * repeats, tokens // (self.requests * self.prompt)))
         case = {"name": str(self), "lengths": [self.prompt] * self.requests, "profile": None, "repeats": repeats}
         timed = ((1, False), (self.first, True), (self.out, True))
         return [case | {"max_tokens": tokens, "cached": cached} for tokens, cached in timed]
@@ -81,24 +90,26 @@ EXPERTS = tuple(Cell(requests, 512, OUT) for requests in (1, 16, 64, 256))
 
 
 def side_by_side(size: dict, cells: list[Cell], tp: int) -> int:
-    """How many engines of `tp` ranks a GPU has room for, up to two."""
+    """Return the number of engines of `tp` ranks that fit on a GPU, at most two."""
     if not torch.cuda.is_available():
         return 1
     positions = max(cell.requests * (cell.prompt + cell.out) for cell in cells) * 5 // 4
-    engine = held_bytes(size, positions) / tp + BESIDE
+    engine = model_bytes(size, positions) / tp + OVERHEAD
     return 2 if 2 * engine <= torch.cuda.get_device_properties(0).total_memory else 1
 
 
 def captures(cells: list[Cell]) -> list[int]:
-    """Rows of the steps that vLLM's own CUDA graphs hold: of decoding, and of short prompts. Its other sizes, which no step
-    here has, are not captured: that takes long."""
+    """Return the CUDA graph capture sizes that the cells use, in decode and in prefill of short prompts.
+
+    vLLM's other default sizes are omitted, because their capture would take long.
+    """
     steps = {rows for cell in cells for rows in (cell.requests, cell.requests * cell.prompt)}
     return sorted(rows for rows in steps if rows <= LARGEST_GRAPH)
 
 
 def rows(results: list[dict], cells: list[Cell], size: str) -> list[dict]:
-    """Rows from the results of engines, with their `tp`; a cell that an engine has not come to has none."""
-    made = []
+    """Return rows from engines' results, which include `tp`; a cell that an engine did not reach has no row."""
+    found = []
     for result in results:
         for cell in cells:
             seconds = {(c["cached"], c["max_tokens"]): c["seconds"] for c in result["cases"] if c["name"] == str(cell)}
@@ -110,26 +121,26 @@ def rows(results: list[dict], cells: list[Cell], size: str) -> list[dict]:
             if (whole := seconds.get((True, cell.out))) is not None:
                 first = statistics.median(seconds[True, cell.first])
                 row["decode_seconds"] = [s - first for s in whole]
-                if (decoding := statistics.median(row["decode_seconds"])) > 0:
-                    row["decode_tok_s"] = cell.requests * (cell.out - cell.first) / decoding
-            made.append(row)
-    stock = {(r["tp"], r["requests"], r["prompt"]): r for r in made if r["engine"] == "stock"}
-    for row in made:
+                if (decode := statistics.median(row["decode_seconds"])) > 0:
+                    row["decode_tok_s"] = cell.requests * (cell.out - cell.first) / decode
+            found.append(row)
+    stock = {(r["tp"], r["requests"], r["prompt"]): r for r in found if r["engine"] == "stock"}
+    for row in found:
         base = stock.get((row["tp"], row["requests"], row["prompt"]), {})
         for field, x in (("prefill_s", "x_prefill"), ("decode_tok_s", "x_decode")):
             row[x] = row[field] / base[field] if row[field] and base.get(field) else None
-        if size in MIXTURES:
+        if size in MOE_SIZES:
             row |= {"tok_s": row["decode_tok_s"], "x": row["x_decode"]}
-    return made
+    return found
 
 
 def line(row: dict) -> str:
-    """For the screen."""
+    """Return a line of output for a row."""
     prefill, decode = f"{row['prefill_s']:.3f} s", "lost in noise" if row["decode_seconds"] else "none"
     if row["decode_tok_s"]:
         decode = f"{row['decode_tok_s']:.1f} tokens/s"
-    shares = [f" ({row[x]:.3f} of stock's)" if row[x] else "" for x in ("x_prefill", "x_decode")]
-    return f"  {row['requests']:>3} x {row['prompt']:<6} prefill {prefill}{shares[0]}, decoding {decode}{shares[1]}"
+    shares = [f" ({row[x]:.3f} of stock)" if row[x] else "" for x in ("x_prefill", "x_decode")]
+    return f"  {row['requests']:>3} x {row['prompt']:<6} prefill {prefill}{shares[0]}, decode {decode}{shares[1]}"
 
 
 def _cell(text: str) -> Cell:
@@ -137,32 +148,37 @@ def _cell(text: str) -> Cell:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 if an engine failed, after all others have run."""
-    parser = options_parser(__doc__, None, json="the file of the results; default: long.json, of a mixture moe.json")
+    """Return the exit status: 2 if an engine failed, else 0."""
+    parser = options_parser(__doc__, None, json="result file; default: long.json, or moe.json for a MoE model")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--size", choices=SIZES, default="qwen3-8b", help="of the model")
+    parser.add_argument("--size", choices=SIZES, default="qwen3-8b", help="model size")
     parser.add_argument(
-        "--tp", nargs="+", type=int, help="numbers of ranks; default: 1, and 2 where there are two GPUs"
+        "--tp", nargs="+", type=int, help="tensor-parallel sizes; default: 1, and 2 if there are two GPUs"
     )
     parser.add_argument(
-        "--cells", nargs="+", type=_cell, help="requests, prompt, tokens sampled for each, as 8x30000x65"
+        "--cells",
+        nargs="+",
+        type=_cell,
+        help="requests, prompt tokens, tokens to sample per prompt, such as 8x30000x65",
     )
-    parser.add_argument("--repeats", type=int, default=3, help="of each measurement, at least; the median counts")
     parser.add_argument(
-        "--side-by-side", type=int, choices=(1, 2), help="engines on a GPU at once; default: two if they fit"
+        "--repeats", type=int, default=3, help="smallest number of repeats, of which the median is used"
+    )
+    parser.add_argument(
+        "--side-by-side", type=int, choices=(1, 2), help="concurrent engines on a GPU; default: two if they fit"
     )
     parser.add_argument(
         "--eager",
         action="store_true",
         default=not torch.cuda.is_available(),
-        help="vLLM without torch.compile and CUDA graphs",
+        help="run vLLM without torch.compile and CUDA graphs",
     )
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that engines side by side may take")
-    parser.add_argument("--out", type=Path, default=Path("check-results/long"), help="logs")
+    parser.add_argument("--timeout", type=float, default=600.0, help="time limit of concurrent engines, in seconds")
+    parser.add_argument("--out", type=Path, default=Path("check-results/long"), help="folder for logs")
     options = parser.parse_args(arguments)
-    mixture = options.size in MIXTURES
-    cells = options.cells or list(EXPERTS if mixture else DENSE)
-    path = options.json or H200 / ("moe.json" if mixture else "long.json")
+    is_moe = options.size in MOE_SIZES
+    cells = options.cells or list(EXPERTS if is_moe else DENSE)
+    path = options.json or H200 / ("moe.json" if is_moe else "long.json")
     ranks = options.tp or [1, *([2] if len(gpus()) > 1 else [])]
     for tp in ranks:
         if problem := no_room(tp):
@@ -187,12 +203,12 @@ def main(arguments: list[str] | None = None) -> int:
             specs = {f"{engine}-tp{tp}": spec | {"engine": engine, "tp": tp} for engine in options.engines}
             for found in bench.rollout_engines(specs, at_once, f"{{}} TP {tp}".format):
                 results += [result | {"tp": tp} for result in found]
-                made = rows(results, cells, options.size)
-                if made:
-                    write(path, merge(read(path), bench.name, bench.info, made, KEY))
+                all_rows = rows(results, cells, options.size)
+                if all_rows:
+                    write(path, merge(read(path), bench.name, bench.info, all_rows, KEY))
                 for result in found:
-                    mine = [row for row in made if (row["engine"], row["tp"]) == (result["engine"], tp)]
-                    print(f"{result['engine']}: the start took {result['start_seconds']} s", *map(line, mine), sep="\n")
+                    mine = [row for row in all_rows if (row["engine"], row["tp"]) == (result["engine"], tp)]
+                    print(f"{result['engine']}: startup took {result['start_seconds']} s", *map(line, mine), sep="\n")
                 sys.stdout.flush()
     for name in bench.failures:
         print(f"failed: {name}")

@@ -1,31 +1,32 @@
-"""The matrix products of the linear layers beside stock cuBLAS and others, on one GPU: ``make gpu-matmul``; options in
-MATMUL_ARGS.
+"""Time of linear layers' GEMMs against cuBLAS and others, on one GPU: ``make gpu-matmul``; options in MATMUL_ARGS.
 
-bf16, the layers of Qwen3-8B, and a rank's of Llama-70B at TP 8. ``--draw SEED``: layers, ranks, passes and rows drawn from
-all dense sizes of Qwen2.5, Qwen3, Llama 2 and Llama 3, and a report of how the times are spread. The file (benchmarks/results/h200/matmul.json) is
-``{"runs": {...}, "rows": [...]}``; ``runs``: by the rows' ``run``, what they were made on. A row:
+The GEMMs are bf16: the layers of Qwen3-8B, and one rank's of Llama-70B at TP 8. ``--draw SEED`` measures random GEMMs
+instead, with layer, tensor-parallel size, pass and M sampled from all dense sizes of Qwen2.5, Qwen3, Llama 2 and
+Llama 3, and reports the distribution of the ratios. The result file, benchmarks/results/h200/matmul.json, is
+``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its environment. The fields of a row, which
+``tables.py`` reads:
 
 ``case``
-    Model and layer; of a row-parallel one with more than one leaf, or measured as if it had fewer, also the leaves.
+    Model and layer; for k-trees, and for row-parallel layers measured with fewer leaves, also the leaves.
 ``impl``
-    "cublas", which is torch.matmul; "alignkit"; "vllm", its batch-invariant product; "deep_gemm"; "cublas-starved",
-    torch.matmul without a workspace, and so without splits of k. The last needs a process of its own: --starved.
+    "cublas" (torch.matmul); "alignkit"; "vllm" (its batch-invariant GEMM); "deep_gemm"; "cublas-starved" (torch.matmul
+    without a workspace, so without split-K), which needs a separate process: --starved.
 ``pass``
-    "forward"; "dgrad"; "wgrad", rounded to bf16; "wgrad, added", to an fp32 main_grad.
+    "forward"; "dgrad"; "wgrad", rounded to bf16; "wgrad, added", accumulated into an fp32 main_grad.
 ``m``, ``n``, ``k``
-    Rows, and the weight's shape.
+    M, and the weight's shape.
 ``draw``
-    The seed of a drawn product, whose case is like ``qwen3-8b.down@2/4``: a rank's of two, and the leaves that it has. None of
-    the others.
+    Seed of a random GEMM, whose case is like ``qwen3-8b.down@2/4``: one of two ranks, with four leaves. None otherwise.
 ``by``
-    Of a drawn product, and "alignkit": the kernel that was chosen, and how it divides the work.
+    alignkit's kernel and its split, for random GEMMs.
 ``ms``, ``x``
-    Median time on the device, cold cache; over that of "cublas", timed by turns ("cublas-starved": over the file's).
-    None where "cublas" failed. Up to 256 rows it is a share of the time of a CUDA graph of products with different
-    weights, as a decoding step has them.
+    Median GPU time with a cold cache, and relative to "cublas" from interleaved runs ("cublas-starved": to the file's
+    "cublas"). None if "cublas" failed. Up to M = 256 the time is an average over a CUDA graph of GEMMs with different
+    weights, as in a decode step.
 
-``--candidates FILE`` instead times every way to compute each drawn product, which all have the same bits, and compares their
-bytes. Its rows have ``cublas`` (ms), ``by``, ``ways`` (ms by way) and ``wrong``, the ways whose bytes are others.
+``--candidates FILE`` instead times all algorithms for each random GEMM and compares their bytes. Its rows, which
+``fit_linear.py`` reads, have ``cublas`` (ms), ``by``, ``ways`` (ms by algorithm) and ``wrong`` (algorithms with
+different bytes).
 """
 
 from __future__ import annotations
@@ -46,35 +47,35 @@ from typing import NamedTuple
 
 import torch
 from lib import spread
+from lib.linear_algorithms import algorithms, chosen
 from lib.models import DENSE
+from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.options import time_is_up, told
-from lib.results import H200, backend, made_on, merge, of_sources, read, run_name, write
+from lib.results import H200, backend, merge, read, run_info, run_name, with_sources, write
 from lib.stopwatch import Stopwatch
-from lib.ways import chosen, ways
 from torch.nn.functional import linear
 
 from alignkit.ops.linear import matmul
-from alignkit.ops.linear.problem import Product as Described
+from alignkit.ops.linear.problem import Product as Description
 
 KEY = ("case", "impl", "pass", "m", "draw")
 FEW = tuple(2**i for i in range(9))
-"""Rows that are timed in a graph."""
+"""Values of M that are timed in a CUDA graph."""
 MANY = tuple(2**i for i in range(9, 15))
 TRAINED = (2048, 8192)
-"""Rows of the backward passes."""
+"""Values of M of the backward passes."""
 PASSES = ("forward", "dgrad", "wgrad", "wgrad, added")
-COLD = 1 << 28
-"""Bytes of the weights of a graph, which no cache holds."""
-MOST = 16
-"""Products of a graph."""
+COLD_BYTES = 1 << 28
+"""Bytes of a graph's weights, which exceed L2."""
+MAX_WEIGHTS = 16
+"""Largest number of GEMMs in a graph."""
 STARVED = ":0:0"
-"""CUBLAS_WORKSPACE_CONFIG for no workspace."""
-DRAWN = 400
-"""Products of a draw, about 90 s on an H200."""
+"""Value of CUBLAS_WORKSPACE_CONFIG that disables the workspace."""
+RANDOM_CELLS = 400
+"""Default number of random GEMMs, which take about 90 s on an H200."""
 RANKS = (1, 2, 4, 8)
-SHARES = (9, 1, 1, 1)
-"""Of the passes in a draw."""
+PASS_WEIGHTS = (9, 1, 1, 1)
+"""Sampling weights of `PASSES`."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +90,25 @@ class Case:
 
 
 Cell = tuple[Case, int, str]
-"""What is measured: a case, rows, a pass."""
+"""A measurement: case, M, pass."""
 
 
-def draw(seed: int, count: int, trees: bool = False) -> list[Cell]:
-    """Drawn products, each once: a model, ranks that can share it, a layer, a pass, and rows, whose logarithm is uniform. The
-    first of many are those of few. `trees`: only k-trees."""
+def random_cells(seed: int, count: int, trees: bool = False) -> list[Cell]:
+    """Return distinct random GEMMs; `trees`: k-trees alone.
+
+    Model, tensor-parallel size, layer and pass are sampled; M is log-uniform. A longer list extends a shorter one.
+    """
     rng, found = random.Random(seed), {}
     while len(found) < count:
         name = rng.choice(list(DENSE))
         ranks = rng.choice([r for r in RANKS if DENSE[name].shares(r)])
         layer, (n, k, leaves, bias) = rng.choice(list(DENSE[name].layers(ranks).items()))
-        (which,) = rng.choices(PASSES, SHARES)
-        least = 1 if which == "forward" else FEW[-1] + 1
-        m = round(math.exp(rng.uniform(math.log(least), math.log(MANY[-1]))))
+        (pass_name,) = rng.choices(PASSES, PASS_WEIGHTS)
+        smallest = 1 if pass_name == "forward" else FEW[-1] + 1
+        m = round(math.exp(rng.uniform(math.log(smallest), math.log(MANY[-1]))))
         case = Case(f"{name}.{layer}@{ranks}/{leaves}", n, k, leaves, (), False, bias)
-        if not trees or (leaves > 1 and which == "forward"):
-            found[case, m, which] = None
+        if not trees or (leaves > 1 and pass_name == "forward"):
+            found[case, m, pass_name] = None
     return list(found)
 
 
@@ -136,7 +139,7 @@ CASES = (
 
 
 class Problem:
-    """Random operands of a case, each made when first needed."""
+    """Random operands of a case, created on first use."""
 
     def __init__(self, case: Case, m: int, device: torch.device):
         self.case, self.m, self.device = case, m, device
@@ -151,7 +154,7 @@ class Problem:
     @cached_property
     def weights(self) -> list[torch.Tensor]:
         nbytes = 2 * self.case.n * self.case.k
-        count = min(-(-COLD // nbytes), MOST) if self.m <= FEW[-1] else 1
+        count = min(-(-COLD_BYTES // nbytes), MAX_WEIGHTS) if self.m <= FEW[-1] else 1
         return [self._random(self.case.n, self.case.k) for _ in range(count)]
 
     @cached_property
@@ -166,17 +169,17 @@ class Problem:
     def main_grad(self) -> torch.Tensor:
         return torch.zeros(self.case.n, self.case.k, device=self.device)
 
-    def described(self, which: str, weight: torch.Tensor) -> Asked:
-        """What a pass asks of `alignkit.ops.linear.matmul`."""
-        if which == "forward":
-            return Asked(self.x, weight, self.case.leaves, self.bias)
-        if which == "dgrad":
-            return Asked(self.dy, weight.t())
-        return Asked(self.dy.t(), self.x.t(), out=self.main_grad if which == "wgrad, added" else None)
+    def gemm(self, pass_name: str, weight: torch.Tensor) -> Gemm:
+        """Return the arguments of `alignkit.ops.linear.matmul` for a pass."""
+        if pass_name == "forward":
+            return Gemm(self.x, weight, self.case.leaves, self.bias)
+        if pass_name == "dgrad":
+            return Gemm(self.dy, weight.t())
+        return Gemm(self.dy.t(), self.x.t(), out=self.main_grad if pass_name == "wgrad, added" else None)
 
 
-class Asked(NamedTuple):
-    """a [M, K] . b [N, K]^T; the result, rounded, is new, or it is added to `out`."""
+class Gemm(NamedTuple):
+    """A GEMM a [M, K] . b [N, K]^T, rounded to bf16, or accumulated into `out` if given."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -184,23 +187,23 @@ class Asked(NamedTuple):
     bias: torch.Tensor | None = None
     out: torch.Tensor | None = None
 
-    def new(self) -> torch.Tensor:
-        """Place for the result."""
+    def output(self) -> torch.Tensor:
+        """Return `out`, or a new tensor for the result."""
         if self.out is not None:
             return self.out
         return torch.empty(len(self.a), len(self.b), dtype=self.a.dtype, device=self.a.device)
 
-    def product(self, out: torch.Tensor) -> Described:
-        where = backend(self.a.device)
-        return Described.of(where, self.a, self.b, self.leaves, self.bias, out, self.out is not None)
+    def describe(self, out: torch.Tensor) -> Description:
+        name = backend(self.a.device)
+        return Description.of(name, self.a, self.b, self.leaves, self.bias, out, self.out is not None)
 
 
-# Implementations: by pass, a function of the problem and a weight.
+# Implementations: functions of a problem and a weight, by pass.
 
-Product = Callable[[Problem, torch.Tensor], object]
+Run = Callable[[Problem, torch.Tensor], object]
 
 
-def _cublas() -> dict[str, Product]:
+def _cublas() -> dict[str, Run]:
     return {
         "forward": lambda p, w: linear(p.x, w, p.bias),
         "dgrad": lambda p, w: p.dy @ w,
@@ -209,23 +212,23 @@ def _cublas() -> dict[str, Product]:
     }
 
 
-def _alignkit() -> dict[str, Product]:
-    def product(which: str, p: Problem, weight: torch.Tensor) -> torch.Tensor:
-        a, b, leaves, bias, out = p.described(which, weight)
+def _alignkit() -> dict[str, Run]:
+    def run(pass_name: str, p: Problem, weight: torch.Tensor) -> torch.Tensor:
+        a, b, leaves, bias, out = p.gemm(pass_name, weight)
         return matmul(a, b, leaves=leaves, bias=bias, out=out, out_dtype=torch.bfloat16)
 
-    return {which: partial(product, which) for which in PASSES}
+    return {pass_name: partial(run, pass_name) for pass_name in PASSES}
 
 
-def _vllm() -> dict[str, Product]:
+def _vllm() -> dict[str, Run]:
     try:
         module = importlib.import_module("vllm.model_executor.layers.batch_invariant")
-    except ModuleNotFoundError:  # it moved
+    except ModuleNotFoundError:  # moved in newer releases
         module = importlib.import_module("vllm.model_executor.determinism.batch_invariant")
     return {"forward": lambda p, w: module.matmul_persistent(p.x, w.t())}
 
 
-def _deep_gemm() -> dict[str, Product]:
+def _deep_gemm() -> dict[str, Run]:
     import deep_gemm
 
     def forward(p, w):
@@ -235,7 +238,7 @@ def _deep_gemm() -> dict[str, Product]:
     return {"forward": forward}
 
 
-IMPLS: dict[str, Callable[[], dict[str, Product]]] = {
+IMPLS: dict[str, Callable[[], dict[str, Run]]] = {
     "cublas": _cublas,
     "alignkit": _alignkit,
     "vllm": _vllm,
@@ -243,12 +246,12 @@ IMPLS: dict[str, Callable[[], dict[str, Product]]] = {
 }
 
 
-def prepared(product: Product, problem: Problem) -> Callable[[], object]:
-    """What is timed: the product with each of the weights; of few rows as a graph."""
+def prepared(gemm: Run, problem: Problem) -> Callable[[], object]:
+    """Return the call to time: the GEMM with each of the weights, as a CUDA graph if M is small."""
 
     def run():
         for weight in problem.weights:
-            product(problem, weight)
+            gemm(problem, weight)
 
     if problem.device.type == "cpu" or problem.m > FEW[-1]:
         return run
@@ -261,27 +264,27 @@ def prepared(product: Product, problem: Problem) -> Callable[[], object]:
 
 
 def measure(
-    problem: Problem, which: str, impls: dict[str, dict[str, Product]], watch: Stopwatch, seconds: float
+    problem: Problem, pass_name: str, impls: dict[str, dict[str, Run]], watch: Stopwatch, seconds: float
 ) -> list[dict]:
-    """A row for each implementation that has the pass and does not fail."""
+    """Return a row for each implementation that supports the pass and does not fail."""
     case, runs = problem.case, {}
     for name, passes in impls.items():
-        if which not in passes:
+        if pass_name not in passes:
             continue
         try:
-            runs[name] = prepared(passes[which], problem)
+            runs[name] = prepared(passes[pass_name], problem)
             runs[name]()
             watch.synchronize()
-        except Exception as e:  # a peer may raise whatever it likes
+        except Exception as e:  # a peer may raise anything
             runs.pop(name, None)
-            print(f"FAILED: {case.name}, {problem.m} rows, {which}, {name}: {told(e, 200)}", flush=True)
+            print(f"FAILED: {case.name}, {problem.m} rows, {pass_name}, {name}: {error_text(e, 200)}", flush=True)
     ms = _medians(problem, runs, watch, seconds)
     return [
         {
             "draw": None,
             "case": case.name,
             "impl": name,
-            "pass": which,
+            "pass": pass_name,
             "m": problem.m,
             "n": case.n,
             "k": case.k,
@@ -293,38 +296,38 @@ def measure(
 
 
 def _medians(problem: Problem, runs: dict[str, Callable], watch: Stopwatch, seconds: float) -> dict[str, float]:
-    """Milliseconds of a product by each."""
+    """Return the milliseconds of one GEMM by each implementation."""
     times = watch.medians([*runs.values()], seconds) if runs else []
     return {name: t / len(problem.weights) for name, t in zip(runs, times, strict=True)}
 
 
-def described(problem: Problem, which: str) -> tuple[Asked, Described, torch.Tensor]:
-    """What is asked, how it is described, and a place for the result."""
-    asked = problem.described(which, problem.weights[0])
-    out = asked.new()
-    return asked, asked.product(out), out
+def described(problem: Problem, pass_name: str) -> tuple[Gemm, Description, torch.Tensor]:
+    """Return a pass's GEMM, its description for dispatch, and its output."""
+    gemm = problem.gemm(pass_name, problem.weights[0])
+    out = gemm.output()
+    return gemm, gemm.describe(out), out
 
 
-def measure_drawn(
-    problem: Problem, which: str, impls: dict[str, dict[str, Product]], watch: Stopwatch, seconds: float
+def measure_random(
+    problem: Problem, pass_name: str, impls: dict[str, dict[str, Run]], watch: Stopwatch, seconds: float
 ) -> list[dict]:
-    """As `measure`; of alignkit also who computed it."""
-    rows = measure(problem, which, impls, watch, seconds)
-    by = chosen(described(problem, which)[1])
+    """Return the rows of `measure`, with alignkit's kernel in ``by``."""
+    rows = measure(problem, pass_name, impls, watch, seconds)
+    by = chosen(described(problem, pass_name)[1])
     return [row | ({"by": by} if row["impl"] == "alignkit" else {}) for row in rows]
 
 
-def measure_ways(problem: Problem, which: str, watch: Stopwatch, seconds: float) -> dict:
-    """The row of --candidates for a product."""
-    asked, product, out = described(problem, which)
-    want = None if asked.out is not None else matmul(*asked[:2], leaves=asked.leaves, bias=asked.bias, to=out).clone()
-    runs = {"cublas": prepared(_cublas()[which], problem)}
+def measure_algorithms(problem: Problem, pass_name: str, watch: Stopwatch, seconds: float) -> dict:
+    """Return the row of --candidates for a GEMM."""
+    gemm, description, out = described(problem, pass_name)
+    want = None if gemm.out is not None else matmul(*gemm[:2], leaves=gemm.leaves, bias=gemm.bias, to=out).clone()
+    runs = {"cublas": prepared(_cublas()[pass_name], problem)}
     wrong, failed = [], []
-    for name, way in ways(product).items():
+    for name, algorithm in algorithms(description).items():
 
-        def run(p: Problem, weight: torch.Tensor, way=way) -> None:
-            a, b, _, bias, _ = p.described(which, weight)
-            way(a, b, bias, out)
+        def run(p: Problem, weight: torch.Tensor, algorithm=algorithm) -> None:
+            a, b, _, bias, _ = p.gemm(pass_name, weight)
+            algorithm(a, b, bias, out)
 
         try:
             out.zero_()
@@ -334,35 +337,37 @@ def measure_ways(problem: Problem, which: str, watch: Stopwatch, seconds: float)
             runs[name] = prepared(run, problem)
         except Exception as e:
             failed.append(name)
-            print(f"FAILED: {problem.case.name}, {problem.m} rows, {which}, {name}: {told(e, 200)}", flush=True)
+            print(
+                f"FAILED: {problem.case.name}, {problem.m} rows, {pass_name}, {name}: {error_text(e, 200)}", flush=True
+            )
     ms = _medians(problem, runs, watch, seconds)
     return {
         "case": problem.case.name,
-        "pass": which,
+        "pass": pass_name,
         "m": problem.m,
         "n": problem.case.n,
         "k": problem.case.k,
         "leaves": problem.case.leaves,
         "bias": problem.case.bias,
         "cublas": ms.pop("cublas"),
-        "by": chosen(product),
+        "by": chosen(description),
         "ways": dict(sorted(ms.items(), key=lambda item: item[1])),
         "wrong": wrong,
         "failed": failed,
     }
 
 
-def candidates(options, cells: list[Cell], started: float, device: torch.device) -> int:
-    """Every way for each cell; the file is written once in a while."""
+def run_candidates(options, cells: list[Cell], started: float, device: torch.device) -> int:
+    """Time all algorithms for each cell; the file is updated every few seconds."""
     watch, rows, reported = Stopwatch(device), [], time.monotonic()
-    info = made_on(ops=["linear"], draw=options.draw, seconds=options.seconds, backend=backend(device))
-    for i, (case, m, which) in enumerate(cells):
+    info = run_info(ops=["linear"], draw=options.draw, seconds=options.seconds, backend=backend(device))
+    for i, (case, m, pass_name) in enumerate(cells):
         if time_is_up(options, started):
             break
-        rows.append(measure_ways(Problem(case, m, device), which, watch, options.seconds))
+        rows.append(measure_algorithms(Problem(case, m, device), pass_name, watch, options.seconds))
         row, last = rows[-1], i + 1 == len(cells)
         if row["wrong"]:
-            print(f"OTHER BITS: {case.name}, {m} rows, {which}: {', '.join(row['wrong'])}", flush=True)
+            print(f"DIFFERENT BITS: {case.name}, {m} rows, {pass_name}: {', '.join(row['wrong'])}", flush=True)
         if last or time.monotonic() - reported > 5:
             reported = time.monotonic()
             write(options.candidates, {"info": info, "rows": rows})
@@ -373,65 +378,65 @@ def candidates(options, cells: list[Cell], started: float, device: torch.device)
         if row["by"] in row["ways"]:
             kind = "k-trees" if row["leaves"] > 1 and row["pass"] == "forward" else row["pass"]
             groups.setdefault(f"{kind}, {'up to' if row['m'] <= FEW[-1] else 'above'} {FEW[-1]} rows", []).append(row)
-    for group, of in groups.items():
-        for name, least in (("the choice", False), ("the fastest way", True)):
-            xs = [(min(r["ways"].values()) if least else r["ways"][r["by"]]) / r["cublas"] for r in of]
-            told = f"{geometric_mean(xs):.3f} of cublas, 95% at most {spread.quantile(xs, 0.95):.2f}"
-            print(f"{group}, {len(of)}: {name}: {told}")
-    print(f"{len(rows)} of {len(cells)} products, {time.monotonic() - started:.0f} s; {options.candidates}")
+    for group, members in groups.items():
+        for name, fastest in (("chosen", False), ("fastest", True)):
+            xs = [(min(r["ways"].values()) if fastest else r["ways"][r["by"]]) / r["cublas"] for r in members]
+            summary = f"{geometric_mean(xs):.3f} of cublas (geometric mean), p95 {spread.quantile(xs, 0.95):.2f}"
+            print(f"{group}, {len(members)} GEMMs: {name} algorithm: {summary}")
+    print(f"{len(rows)} of {len(cells)} GEMMs, {time.monotonic() - started:.0f} s; {options.candidates}")
     return int(any(row["wrong"] for row in rows))
 
 
 def plan(names: list[str] | None) -> list[Cell]:
-    """Cases whose name begins with one of `names`, rows and passes, in order."""
-    todo = []
+    """Return the cells of the cases whose names begin with one of `names`."""
+    remaining = []
     for case in CASES:
         if names is None or case.name.startswith(tuple(names)):
-            todo += [(case, m, "forward") for m in case.rows]
-            todo += [(case, m, which) for m in TRAINED if case.trained for which in PASSES[1:]]
-    return todo
+            remaining += [(case, m, "forward") for m in case.rows]
+            remaining += [(case, m, pass_name) for m in TRAINED if case.trained for pass_name in PASSES[1:]]
+    return remaining
 
 
 def starved(rows: list[dict], old: list[dict]) -> list[dict]:
-    """Stock's rows of a process without a workspace, over stock's with one."""
+    """Return cuBLAS's rows without a workspace, relative to the file's rows with one."""
     stock = {(r["case"], r["pass"], r["m"]): r["ms"] for r in old if r["impl"] == "cublas" and r["draw"] is None}
     mine = [row for row in rows if row["impl"] == "cublas"]
-    with_one = [stock.get((row["case"], row["pass"], row["m"])) for row in mine]
+    with_workspace = [stock.get((row["case"], row["pass"], row["m"])) for row in mine]
     return [
         row | {"impl": "cublas-starved", "x": row["ms"] / ms if ms else None}
-        for row, ms in zip(mine, with_one, strict=True)
+        for row, ms in zip(mine, with_workspace, strict=True)
     ]
 
 
-def loaded(names: list[str]) -> dict[str, dict[str, Product]]:
-    """The implementations that can be imported."""
+def loaded(names: list[str]) -> dict[str, dict[str, Run]]:
+    """Import implementations; skip those that fail."""
     found = {}
     for name in names:
         try:
             found[name] = IMPLS[name]()
-        except Exception as e:  # as in measure()
-            print(f"without {name}: {told(e, 200)}", flush=True)
+        except Exception as e:  # a peer may raise anything
+            print(f"skipped {name}: {error_text(e, 200)}", flush=True)
     return found
 
 
-def told_of(rows: list[dict]) -> str:
-    """A line for the rows of a measurement."""
+def line(rows: list[dict]) -> str:
+    """Return a line of output for the rows of a measurement."""
     times = (f"{r['impl']} {r['ms'] * 1e3:.1f} us" + ("" if r["x"] is None else f" ({r['x']:.2f})") for r in rows)
     return f"{rows[0]['case']}, {rows[0]['m']} rows, {rows[0]['pass']}: {', '.join(times)}"
 
 
-def drawn(options, cells: list[Cell], started: float, device: torch.device) -> int:
-    """The drawn cells by stock and by alignkit, and how their times are spread."""
+def run_random(options, cells: list[Cell], started: float, device: torch.device) -> int:
+    """Time random cells with cuBLAS and alignkit, and report the distribution of the ratios."""
     watch, impls = Stopwatch(device), loaded([name for name in ("cublas", "alignkit") if name in options.impl])
     name, info = (
         run_name(),
-        made_on(ops=["linear"], draw=options.draw, seconds=options.seconds, backend=backend(device)),
+        run_info(ops=["linear"], draw=options.draw, seconds=options.seconds, backend=backend(device)),
     )
     old, rows, done, reported = _read(options.json), [], 0, started
-    for case, m, which in cells:
+    for case, m, pass_name in cells:
         if time_is_up(options, started):
             break
-        rows += measure_drawn(Problem(case, m, device), which, impls, watch, options.seconds)
+        rows += measure_random(Problem(case, m, device), pass_name, impls, watch, options.seconds)
         done += 1
         if time.monotonic() - reported > 5:
             reported = time.monotonic()
@@ -439,69 +444,73 @@ def drawn(options, cells: list[Cell], started: float, device: torch.device) -> i
     rows = [row | {"draw": options.draw} for row in rows]
     write(options.json, merge(old, name, info, rows, KEY))
     ours = [row for row in rows if row["impl"] == "alignkit" and row["x"] is not None]
-    print(spread.tables(ours) if ours else "nothing to compare")
-    print(f"{done} of {len(cells)} products, {time.monotonic() - started:.0f} s; {options.json}")
+    print(spread.tables(ours) if ours else "no ratios")
+    print(f"{done} of {len(cells)} GEMMs, {time.monotonic() - started:.0f} s; {options.json}")
     return 0
 
 
 def _read(path: Path) -> dict:
-    """The file; its rows of before there were drawn ones say that they are not."""
+    """Read the result file; rows of older versions get ``draw`` None."""
     old = read(path)
     return old | {"rows": [{"draw": None} | row for row in old["rows"]]} if old else old
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "matmul.json", seconds=0.1, resume=True)
-    parser.add_argument("--cases", nargs="+", help="beginnings of their names; default: all")
+    parser.add_argument("--cases", nargs="+", help="prefixes of case names; default: all")
     parser.add_argument("--impl", nargs="+", choices=IMPLS, default=list(IMPLS))
-    parser.add_argument("--starved", action="store_true", help="afterwards cublas without a workspace too")
-    parser.add_argument("--draw", type=int, metavar="SEED", help="drawn products, by cublas and alignkit")
-    parser.add_argument("--cells", type=int, default=DRAWN, help="how many are drawn")
-    parser.add_argument("--trees", action="store_true", help="only k-trees are drawn")
-    parser.add_argument("--candidates", type=Path, metavar="FILE", help="every way to compute each drawn product")
+    parser.add_argument("--starved", action="store_true", help="measure cublas without a workspace as well")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="measure random GEMMs with cublas and alignkit")
+    parser.add_argument("--cells", type=int, default=RANDOM_CELLS, help="number of random GEMMs")
+    parser.add_argument("--trees", action="store_true", help="random k-trees alone")
+    parser.add_argument("--candidates", type=Path, metavar="FILE", help="time all algorithms for each random GEMM")
     options = parser.parse_args(arguments)
     if (options.candidates or options.trees) and options.draw is None:
-        parser.error("--candidates and --trees need --draw")
+        parser.error("--candidates and --trees: require --draw")
 
     started, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     if options.draw is not None:
-        cells = draw(options.draw, options.cells, options.trees)
-        return (candidates if options.candidates else drawn)(options, cells, started, device)
+        cells = random_cells(options.draw, options.cells, options.trees)
+        return (run_candidates if options.candidates else run_random)(options, cells, started, device)
     name = run_name()
-    info = made_on(ops=["linear"], packages=["deep-gemm"], seconds=options.seconds, backend=backend(device))
+    info = run_info(ops=["linear"], packages=["deep-gemm"], seconds=options.seconds, backend=backend(device))
     old = _read(options.json)
-    hungry = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == STARVED
-    watch, impls = Stopwatch(device), loaded(["cublas"] if hungry else options.impl)
-    own = "cublas-starved" if hungry else "cublas"
-    had = (
+    is_starved = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == STARVED
+    watch, impls = Stopwatch(device), loaded(["cublas"] if is_starved else options.impl)
+    own = "cublas-starved" if is_starved else "cublas"
+    measured = (
         {
             (r["case"], r["m"], r["pass"])
-            for r in of_sources(old, info["sources"])["rows"]
+            for r in with_sources(old, info["sources"])["rows"]
             if r["impl"] == own and r["draw"] is None
         }
         if options.resume
         else set()
     )
-    todo = [(case, m, which) for case, m, which in plan(options.cases) if (case.name, m, which) not in had]
+    remaining = [
+        (case, m, pass_name) for case, m, pass_name in plan(options.cases) if (case.name, m, pass_name) not in measured
+    ]
     rows: list[dict] = []
     problem, done = None, 0
-    for case, m, which in todo:
+    for case, m, pass_name in remaining:
         if time_is_up(options, started):
             break
         if problem is None or (problem.case, problem.m) != (case, m):
             problem = Problem(case, m, device)
-        found, done = measure(problem, which, impls, watch, options.seconds), done + 1
-        rows += starved(found, old.get("rows", [])) if hungry else found
+        found, done = measure(problem, pass_name, impls, watch, options.seconds), done + 1
+        rows += starved(found, old.get("rows", [])) if is_starved else found
         if found:
-            print(told_of(found), flush=True)
+            print(line(found), flush=True)
         write(options.json, merge(old, name, info, rows, KEY))
-    print(f"{done} of {len(todo)} measurements, {len(rows)} rows, {time.monotonic() - started:.0f} s; {options.json}")
-    if not options.starved or hungry:
+    print(
+        f"{done} of {len(remaining)} measurements, {len(rows)} rows, {time.monotonic() - started:.0f} s; {options.json}"
+    )
+    if not options.starved or is_starved:
         return 0
-    again = [a for a in (arguments if arguments is not None else sys.argv[1:]) if a != "--starved"]
+    same_arguments = [a for a in (arguments if arguments is not None else sys.argv[1:]) if a != "--starved"]
     return subprocess.run(
-        [sys.executable, __file__, *again], check=False, env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": STARVED}
+        [sys.executable, __file__, *same_arguments], check=False, env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": STARVED}
     ).returncode
 
 

@@ -1,22 +1,21 @@
-"""Norms of queries and keys and their rotation, beside the separate ops and peers, on one GPU: ``make gpu-qk``; options
-in QK_ARGS.
+"""Time of the fused QK norm and RoPE against separate ops and peers, on one GPU: ``make gpu-qk``; options in QK_ARGS.
 
-bf16, of a projection's rows: this project's op, its separate ops, what torch.compile makes of the formulas (as of stock
-vLLM's layers), vLLM's kernels one after the other, and its fused one; forward, and forward and backward together, which
-vLLM's have not. A peer that is not installed or fails is named, and the others go on. The file
-(benchmarks/results/h200/qk_norm_rope.json) is ``{"runs": {...}, "rows": [...]}``;
-``runs``: by the rows' ``run``, what they were made on. A row:
+The input is the output of a QKV projection in bf16. Implementations are alignkit's fused op and its separate ops,
+torch.compile of the formulas (as in stock vLLM's layers), vLLM's separate kernels and its fused kernel. vLLM's kernels
+have no backward. An implementation that is not installed or fails is reported and skipped. The result file,
+benchmarks/results/h200/qk_norm_rope.json, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its
+environment. The fields of a row, which ``tables.py`` reads:
 
 ``tokens``, ``heads``, ``kv_heads``, ``head_dim``, ``rotary_dim``
-    The problem. vLLM's kernels take queries and keys where they are, and leave their results there.
+    The problem.
 ``impl``
-    Of `IMPLS`.
+    A key of `IMPLS`. vLLM's fused kernel works in place.
 ``pass``
-    ``forward``, or ``forward_backward``: with the gradients of queries, keys and both weights, as in training.
+    ``forward``, or ``forward_backward``, with the gradients of queries, keys and both weights.
 ``us``
-    Median time on the device, cold cache.
+    Median GPU time with a cold cache.
 ``x``
-    Over torch.compile's; null where that failed.
+    Time relative to torch.compile's; null if that failed.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
+from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.options import time_is_up, told
-from lib.results import H200, backend, made_on, merge, read, run_name, write
+from lib.results import H200, backend, merge, read, run_info, run_name, write
 from lib.stopwatch import Stopwatch
 from torch.nn.functional import rms_norm as torch_norm
 
@@ -40,7 +39,7 @@ from alignkit.ops import library, rope_table
 KEY = ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim", "impl", "pass")
 TOKENS = {"forward": (1, 4, 16, 64, 256, 1024, 4096, 16384), "forward_backward": (1024, 4096, 16384)}
 MODELS = ((32, 8, 128, 128), (64, 8, 128, 128), (32, 4, 128, 128), (16, 2, 256, 64))
-"""Heads, of keys, their dimension and how much of it is rotated: Qwen3-8B, -32B, -30B-A3B; and where a part is."""
+"""Query heads, KV heads, head and rotary dimension: Qwen3-8B, -32B, -30B-A3B, and a partial rotary embedding."""
 POSITIONS, EPS = 32768, 1e-6
 PEER = "torch.compile"
 
@@ -54,9 +53,9 @@ class Case:
     rotary_dim: int
 
 
-def cases(of: str) -> list[Case]:
-    """Those of a pass."""
-    return [Case(tokens, *model) for model in MODELS for tokens in TOKENS[of]]
+def cases(pass_name: str) -> list[Case]:
+    """Return the cases of a pass."""
+    return [Case(tokens, *model) for model in MODELS for tokens in TOKENS[pass_name]]
 
 
 class Inputs:
@@ -70,22 +69,24 @@ class Inputs:
         self.table = rope_table(case.rotary_dim, POSITIONS, 1e6, device)
 
     def heads(self, qkv: torch.Tensor) -> list[torch.Tensor]:
-        """Queries and keys, [T, H, D], in the projection's rows."""
+        """Return queries and keys [T, H, D] as views of the projection's output."""
         return [t.unflatten(1, (-1, self.case.head_dim)) for t in qkv.split(self.sizes, dim=1)[:2]]
 
 
-# Implementations: Inputs -> what is timed.
+# Implementations: functions of the inputs that return the call to time.
 
 
-def _ours(given: Inputs) -> Callable:
-    q, k = given.heads(given.qkv)
-    return lambda: library.qk_norm_rope(q, k, *given.weights, EPS, given.positions, given.table, given.case.rotary_dim)
+def _ours(inputs: Inputs) -> Callable:
+    q, k = inputs.heads(inputs.qkv)
+    return lambda: library.qk_norm_rope(
+        q, k, *inputs.weights, EPS, inputs.positions, inputs.table, inputs.case.rotary_dim
+    )
 
 
-def _separate(given: Inputs) -> Callable:
+def _separate(inputs: Inputs) -> Callable:
     def run():
-        normed = (library.rms_norm(x, w, EPS) for x, w in zip(given.heads(given.qkv), given.weights, strict=True))
-        return library.rope_qk(*normed, given.positions, given.table, given.case.rotary_dim)
+        normed = (library.rms_norm(x, w, EPS) for x, w in zip(inputs.heads(inputs.qkv), inputs.weights, strict=True))
+        return library.rope_qk(*normed, inputs.positions, inputs.table, inputs.case.rotary_dim)
 
     return run
 
@@ -94,38 +95,38 @@ def _formulas(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, ta
     normed = torch_norm(x, (x.shape[-1],), weight, EPS)
     cos, sin = table[positions][:, None].chunk(2, dim=-1)
     a, b = normed[..., : table.shape[1]].float().chunk(2, dim=-1)
-    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-    return torch.cat([turned, normed[..., table.shape[1] :]], dim=-1)
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    return torch.cat([rotated, normed[..., table.shape[1] :]], dim=-1)
 
 
-def _compiled(given: Inputs) -> Callable:
-    @torch.compile(dynamic=True)  # as vLLM compiles: once for all numbers of tokens
+def _compiled(inputs: Inputs) -> Callable:
+    @torch.compile(dynamic=True)  # vLLM compiles once for all numbers of tokens
     def run(qkv, positions, table, *weights):
-        return [_formulas(x, w, positions, table) for x, w in zip(given.heads(qkv), weights, strict=True)]
+        return [_formulas(x, w, positions, table) for x, w in zip(inputs.heads(qkv), weights, strict=True)]
 
-    return lambda: run(given.qkv, given.positions, given.table, *given.weights)
+    return lambda: run(inputs.qkv, inputs.positions, inputs.table, *inputs.weights)
 
 
-def _vllm(given: Inputs) -> Callable:
+def _vllm(inputs: Inputs) -> Callable:
     from vllm import _custom_ops as vllm_ops
 
-    (q, k), table, dim = given.heads(given.qkv), given.table.bfloat16(), given.case.head_dim
+    (q, k), table, dim = inputs.heads(inputs.qkv), inputs.table.bfloat16(), inputs.case.head_dim
 
     def run():
         normed = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
-        for out, x, weight in zip(normed, (q, k), given.weights, strict=True):
+        for out, x, weight in zip(normed, (q, k), inputs.weights, strict=True):
             vllm_ops.rms_norm(out, x, weight, EPS)
-        vllm_ops.rotary_embedding(given.positions, *(t.flatten(1) for t in normed), dim, table, True)
+        vllm_ops.rotary_embedding(inputs.positions, *(t.flatten(1) for t in normed), dim, table, True)
 
     return run
 
 
-def _vllm_fused(given: Inputs) -> Callable:
+def _vllm_fused(inputs: Inputs) -> Callable:
     from vllm import _custom_ops as vllm_ops
 
-    case, table = given.case, given.table.bfloat16()
+    case, table = inputs.case, inputs.table.bfloat16()
     sizes = case.heads, case.kv_heads, case.kv_heads, case.head_dim
-    return lambda: vllm_ops.fused_qk_norm_rope(given.qkv, *sizes, EPS, *given.weights, table, True, given.positions)
+    return lambda: vllm_ops.fused_qk_norm_rope(inputs.qkv, *sizes, EPS, *inputs.weights, table, True, inputs.positions)
 
 
 IMPLS: dict[str, Callable[[Inputs], Callable]] = {
@@ -137,7 +138,7 @@ IMPLS: dict[str, Callable[[Inputs], Callable]] = {
 }
 
 
-# The same with gradients: q, k, their weights, positions, table -> results.
+# Implementations with gradients: (q, k, q_weight, k_weight, positions, table) -> rotated q and k.
 
 
 def _ours_in_training(q, k, q_weight, k_weight, positions, table):
@@ -160,41 +161,41 @@ IN_TRAINING: dict[str, Callable[[], Callable]] = {
 }
 
 
-def _with_gradients(made: Callable[[], Callable], given: Inputs) -> Callable:
-    leaves = [t.detach().requires_grad_() for t in (*given.heads(given.qkv), *given.weights)]
+def _with_gradients(make: Callable[[], Callable], inputs: Inputs) -> Callable:
+    leaves = [t.detach().requires_grad_() for t in (*inputs.heads(inputs.qkv), *inputs.weights)]
     dy = [torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in leaves[:2]]
-    function = made()
+    function = make()
 
     def run():
         with torch.enable_grad():
-            return torch.autograd.grad(function(*leaves, given.positions, given.table), leaves, dy)
+            return torch.autograd.grad(function(*leaves, inputs.positions, inputs.table), leaves, dy)
 
     return run
 
 
 PASSES: dict[str, dict[str, Callable[[Inputs], Callable]]] = {
     "forward": IMPLS,
-    "forward_backward": {name: functools.partial(_with_gradients, made) for name, made in IN_TRAINING.items()},
+    "forward_backward": {name: functools.partial(_with_gradients, make) for name, make in IN_TRAINING.items()},
 }
 
 
 @torch.no_grad()
-def measure(case: Case, of: str, impls: list[str], watch: Stopwatch, seconds: float) -> list[dict]:
-    """Rows of a pass, of those that have it."""
+def measure(case: Case, pass_name: str, impls: list[str], watch: Stopwatch, seconds: float) -> list[dict]:
+    """Return the rows of a pass, for the implementations that support it."""
     runs = {}
-    for name in (name for name in impls if name in PASSES[of]):
+    for name in (name for name in impls if name in PASSES[pass_name]):
         try:
-            run = PASSES[of][name](Inputs(case, watch.device))  # of its own: some write to them
+            run = PASSES[pass_name][name](Inputs(case, watch.device))  # fresh inputs: some work in place
             run()
             watch.synchronize()
             runs[name] = run
-        except Exception as e:  # a peer may raise whatever it likes
-            print(f"{name} failed, {case}: {told(e)}", flush=True)
+        except Exception as e:  # a peer may raise anything
+            print(f"{name} failed, {case}: {error_text(e)}", flush=True)
     us = {name: 1e3 * ms for name, ms in zip(runs, watch.medians(list(runs.values()), seconds), strict=True)}
-    print(f"{case}, {of}: " + ", ".join(f"{name} {time:.1f} us" for name, time in us.items()), flush=True)
+    print(f"{case}, {pass_name}: " + ", ".join(f"{name} {time:.1f} us" for name, time in us.items()), flush=True)
     peer = us.get(PEER)
     return [
-        asdict(case) | {"impl": name, "pass": of, "us": time, "x": None if peer is None else time / peer}
+        asdict(case) | {"impl": name, "pass": pass_name, "us": time, "x": None if peer is None else time / peer}
         for name, time in us.items()
     ]
 
@@ -207,14 +208,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     started, device = time.monotonic(), torch.device("cuda")
     watch, run = Stopwatch(device), run_name()
-    info = made_on(ops=["qk_norm_rope"], packages=["vllm"], seconds=options.seconds, backend=backend(device))
+    info = run_info(ops=["qk_norm_rope"], packages=["vllm"], seconds=options.seconds, backend=backend(device))
     old = read(options.json)
     rows: list[dict] = []
-    for case, of in [(case, name) for name in options.passes for case in cases(name)]:
+    for case, pass_name in [(case, name) for name in options.passes for case in cases(name)]:
         if time_is_up(options, started):
-            print(f"no time for {case}, {of}")
+            print(f"out of time: {case}, {pass_name}")
             continue
-        rows += measure(case, of, options.impls, watch, options.seconds)
+        rows += measure(case, pass_name, options.impls, watch, options.seconds)
         write(options.json, merge(old, run, info, rows, KEY))
     print(f"{len(rows)} rows, {time.monotonic() - started:.0f} s; {options.json}")
     return 0

@@ -1,22 +1,23 @@
-"""RMSNorm beside its peers, on one GPU: ``make gpu-rms``; options in RMS_ARGS. ``--widths``: instead, this project's op and a
-copy alone, for every length of 2048 to 8192 in steps of 512.
+"""Bandwidth of RMSNorm against its peers and a copy, on one GPU: ``make gpu-rms``; options in RMS_ARGS.
 
-bf16: this project's op by CUDA and by Triton, torch (eager and compiled), Liger, QuACK. A peer that is not installed or fails
-is named, and the others go on. The file (benchmarks/results/h200/rms_norm.json) is ``{"runs": {...}, "rows": [...]}``;
-``runs``: by the rows' ``run``, what they were made on. A row:
+Implementations, in bf16, are alignkit's op with its CUDA and its Triton kernels, torch (eager and compiled), Liger and
+QuACK. An implementation that is not installed or fails is reported and skipped. ``--widths`` instead measures
+alignkit's op and a copy for row lengths from 2048 to 8192 in steps of 512. The result file,
+benchmarks/results/h200/rms_norm.json, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its
+environment. The fields of a row, which ``tables.py`` reads:
 
 ``case``, ``m``, ``n``, ``k``
-    What x is: rows, their length, and heads of a token: 1, or in "q" cases those of the queries within a joint tensor of half
-    as many more, which Liger and QuACK must copy first.
+    Case; number of rows, their length, and heads per token. k is 1, except in "q" cases: there x is the queries, a view
+    of a QKV tensor with 1.5 k heads, which Liger and QuACK must copy first.
 ``impl``, ``pass``
-    "forward"; "forward_residual", x + residual rounded first, and returned; "backward", to the gradients of x and the weight;
-    "backward_residual", of "forward_residual", whose returned residual has a gradient too.
+    "forward"; "forward_residual", which rounds x + residual first and returns it; "backward", with the gradients of x
+    and the weight; "backward_residual", the backward of "forward_residual", whose second output has a gradient too.
 ``ms``
-    Median time on the device, cold cache.
+    Median GPU time with a cold cache.
 ``x``
-    The share of a copy's speed ("copy_tb_s" of the run; bytes read plus bytes written), for the bytes that must be moved:
-    of tensors like x two, four with a residual, three backward. Of "copy" too, which moves as many: at a size that is small
-    for the GPU it is no faster.
+    Bandwidth relative to that of a large copy (``copy_tb_s`` of the run; bytes read plus written). It counts the bytes
+    of two tensors like x, four with a residual, three in backward. "copy" moves as many bytes; it shows the limit for
+    small tensors.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.options import time_is_up, told
-from lib.results import H200, backend, made_on, merge, read, run_name, write
+from lib.results import H200, backend, merge, read, run_info, run_name, write
 from lib.stopwatch import Stopwatch, copy_speed
 from torch.nn.functional import rms_norm as torch_norm
 
@@ -39,7 +40,7 @@ from alignkit.runtime import dispatch
 
 KEY = ("case", "m", "n", "k", "impl", "pass")
 MOVED = {"forward": 2, "forward_residual": 4, "backward": 3, "backward_residual": 4}
-"""Tensors like x, of a pass."""
+"""Tensors of x's size that a pass reads or writes."""
 LENGTHS = (64, 1024, 2048, 4096, 5120, 8192, 16384)
 WIDTHS = range(2048, 8192 + 1, 512)
 HEADS, HEAD_DIM = 8, 128
@@ -69,7 +70,7 @@ def widths() -> list[Case]:
     return [Case(f"{mib} MiB", (mib << 19) // n, n) for mib in (256, 512) for n in WIDTHS]
 
 
-# Implementations: (x, weight, residual or None) -> y, or y and x + residual.
+# Implementations: (x, weight, residual or None) -> y, or (y, x + residual).
 
 
 def _ours(x, weight, residual):
@@ -84,8 +85,8 @@ def _torch(x, weight, residual):
 
 
 def _compiled():
-    torch.compiler.reset()  # each shape is compiled for itself, however many there are
-    torch._functorch.config.donated_buffer = False  # gradients are taken many times of one forward pass
+    torch.compiler.reset()  # forget earlier shapes, so that none counts toward the recompile limit
+    torch._functorch.config.donated_buffer = False  # backward runs repeatedly after one forward
     return torch.compile(_torch, dynamic=False)
 
 
@@ -124,11 +125,11 @@ IMPLS: dict[str, Callable[[], Callable | None]] = {
     "copy": lambda: None,
 }
 BACKENDS = {"alignkit-triton": "triton"}
-"""Where it is not "auto"."""
+"""Backend of an implementation, if not "auto"."""
 
 
-def within(backend: str, function: Callable) -> Callable:
-    """`function`, called within ``dispatch.use(backend)``."""
+def with_backend(backend: str, function: Callable) -> Callable:
+    """Return `function`, called within ``dispatch.use(backend)``."""
 
     def run(*args):
         with dispatch.use(backend):
@@ -142,29 +143,31 @@ class Inputs:
         torch.manual_seed(0)
         shape = (case.m, case.n) if case.k == 1 else (case.m // case.k, case.k * 3 // 2, case.n)
 
-        def drawn() -> torch.Tensor:
+        def random() -> torch.Tensor:
             t = torch.randn(*shape, dtype=torch.bfloat16, device=device)
             return t if case.k == 1 else t[:, : case.k]
 
-        self.x, self.residual = drawn(), drawn()
-        self.dy, self.d_total = drawn().contiguous(), drawn().contiguous()
+        self.x, self.residual = random(), random()
+        self.dy, self.d_total = random().contiguous(), random().contiguous()
         self.weight = torch.rand(case.n, dtype=torch.bfloat16, device=device)
 
-    def call(self, norm: Callable | None, which: str) -> Callable:
-        """What is timed, without a norm a copy. It has run once, so that it is compiled and whatever fails has failed."""
+    def call(self, norm: Callable | None, pass_name: str) -> Callable:
+        """Return the call to time, after a first run that compiles; without `norm`, a copy of as many bytes."""
         if norm is None:
-            source = torch.empty(self.dy.nbytes * MOVED[which] // 2, dtype=torch.int8, device=self.dy.device)
+            source = torch.empty(self.dy.nbytes * MOVED[pass_name] // 2, dtype=torch.int8, device=self.dy.device)
             run = partial(torch.empty_like(source).copy_, source)
-        elif "backward" in which:
+        elif "backward" in pass_name:
             leaves = [self.x.detach().requires_grad_(), self.weight.detach().requires_grad_()]
-            if "residual" in which:
+            if "residual" in pass_name:
                 leaves.append(self.residual.detach().requires_grad_())
-            out = norm(*leaves[:2], leaves[2] if "residual" in which else None)
+            out = norm(*leaves[:2], leaves[2] if "residual" in pass_name else None)
             out = out if isinstance(out, tuple) else (out,)
             grads = [grad.view(out[0].shape) for grad in (self.dy, self.d_total)][: len(out)]
             run = partial(torch.autograd.grad, out, leaves, grads, retain_graph=True)
         else:
-            run = torch.no_grad()(partial(norm, self.x, self.weight, self.residual if "residual" in which else None))
+            run = torch.no_grad()(
+                partial(norm, self.x, self.weight, self.residual if "residual" in pass_name else None)
+            )
         run()
         return run
 
@@ -173,20 +176,22 @@ def measure(
     case: Case, impls: list[str], passes: list[str], watch: Stopwatch, seconds: float, speed: float
 ) -> list[dict]:
     inputs, rows = Inputs(case, watch.device), []
-    for which in passes:
+    for pass_name in passes:
         runs = {}
         for name in impls:
             try:
-                chosen = BACKENDS.get(name, "auto")
-                runs[name] = within(chosen, within(chosen, inputs.call)(IMPLS[name](), which))
-            except Exception as e:  # a peer may raise whatever it likes
-                print(f"{name} failed, {case}, {which}: {told(e)}", flush=True)
-        floor = MOVED[which] * inputs.dy.nbytes / speed * 1e3
+                backend_name = BACKENDS.get(name, "auto")
+                runs[name] = with_backend(
+                    backend_name, with_backend(backend_name, inputs.call)(IMPLS[name](), pass_name)
+                )
+            except Exception as e:  # a peer may raise anything
+                print(f"{name} failed, {case}, {pass_name}: {error_text(e)}", flush=True)
+        floor = MOVED[pass_name] * inputs.dy.nbytes / speed * 1e3
         for name, ms in zip(runs, watch.medians(list(runs.values()), seconds), strict=True):
-            rows.append(case.key() | {"impl": name, "pass": which, "ms": ms, "x": floor / ms})
+            rows.append(case.key() | {"impl": name, "pass": pass_name, "ms": ms, "x": floor / ms})
         print(
-            f"{case.name}, {case.m} x {case.n}, {which}: "
-            + ", ".join(f"{r['impl']} {r['x']:.3f}" for r in rows if r["pass"] == which),
+            f"{case.name}, {case.m} x {case.n}, {pass_name}: "
+            + ", ".join(f"{r['impl']} {r['x']:.3f}" for r in rows if r["pass"] == pass_name),
             flush=True,
         )
     return rows
@@ -194,7 +199,7 @@ def measure(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "rms_norm.json", seconds=0.1)
-    parser.add_argument("--widths", action="store_true", help="every length of 2048 to 8192 in steps of 512")
+    parser.add_argument("--widths", action="store_true", help="row lengths from 2048 to 8192 in steps of 512")
     parser.add_argument("--impls", nargs="+", choices=IMPLS, help="default: all; with --widths alignkit and copy")
     parser.add_argument("--passes", nargs="+", choices=MOVED, default=list(MOVED))
     options = parser.parse_args(arguments)
@@ -204,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     watch = Stopwatch(device)
     speed = copy_speed(watch)
     name = run_name()
-    info = made_on(
+    info = run_info(
         ops=["rms_norm"],
         packages=["liger-kernel", "quack-kernels"],
         seconds=options.seconds,
@@ -215,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict] = []
     for case in widths() if options.widths else cases():
         if time_is_up(options, started):
-            print(f"no time for {case}")
+            print(f"out of time: {case}")
             continue
         rows += measure(case, impls, options.passes, watch, options.seconds, speed)
         write(options.json, merge(old, name, info, rows, KEY))

@@ -1,22 +1,27 @@
-"""The op tests under NVIDIA's compute-sanitizer: ``make gpu-sanitize``, or ``python benchmarks/sanitize.py``.
+"""Op tests under NVIDIA's compute-sanitizer: ``make gpu-sanitize``, or ``python benchmarks/sanitize.py``.
 
-memcheck (accesses outside of an allocation), racecheck (races in shared memory) and initcheck (reads of memory that
-nothing wrote), each over the tests with a drawn example of each, and over a kernel with an error that it must find. The
-tests of a file are dealt out to parts, and these to all GPUs. Each part is a row of benchmarks/results/h200/sanitize.json
-as soon as it has ended. All rows are of the same sources of the ops: those of others go. ``--resume`` runs only the
-parts that the file does not have as clean. Exit status 1 unless all are: if a tool found something, or not what was planted, or if a test
-failed or did not end.
+The tools are memcheck (out-of-bounds accesses), racecheck (shared-memory races) and initcheck (reads of uninitialized
+memory). Each runs over the op tests with one random example per test, and over a faulty kernel whose error it must
+find. The tests of a file are divided into parts, which run on all GPUs. Each completed part is a row of
+benchmarks/results/h200/sanitize.json, whose rows all have the same source digest; rows of other sources are removed.
+``--resume`` skips the parts that are clean in the file. The exit status is 1 unless all parts are clean: no tool
+reports an error, each finds the faulty kernel's, and all tests pass in time.
 
-Left out: tests that capture graphs, because memory comes from no cache here and its allocation is no part of a graph; those of large
-tensors or of thousands of small kernels of torch's or a peer's, where the tools take minutes; from memcheck and racecheck torch's own
-kernels and those of its products that are CUTLASS's; from racecheck the largest tests of attention and of mixtures, cuBLAS's kernels,
-whose synchronisation it takes for none, and those of hopper.py, where it reports the compiler's own handing of arguments to the groups of
-warps; from initcheck the last two too, and the gated delta rule's CUDA kernels, as it does not see what the copy engine writes. Attention of
-few queries reads some numbers that it does not use, for speed: they are written first (lib/own_kernels.py).
+Excluded from all tools:
+    Tests that capture CUDA graphs, because the caching allocator is off and cudaMalloc cannot be captured. Tests of
+    large tensors, or with thousands of small kernels of torch or a peer, which take minutes.
+Excluded from memcheck and racecheck:
+    torch's own kernels, and its CUTLASS GEMMs.
+Excluded from racecheck and initcheck:
+    cuBLAS's kernels and hopper.py's. racecheck does not recognize cuBLAS's synchronization, and reports the compiler's
+    transfer of arguments to warp-specialized partitions in hopper.py. initcheck does not see TMA writes. The gated
+    delta rule's CUDA kernels are excluded for the reasons below and for their TMA writes.
+Excluded from racecheck:
+    The largest tests of attention and MoE. Attention's CUDA kernels, where one lane arrives at an mbarrier for its
+    warp: racecheck orders this lane's accesses but not those of the other 31, and reports their reads against the next
+    write. docs/gpu.md states what orders them. The tests of attention still run and check Triton's kernels.
 
-From racecheck also the CUDA kernels of attention and of the gated delta rule, where one lane arrives at a barrier for its warp: the tool
-orders what that lane did, not what the 31 others did, and reports each of their reads against the next write to the same place.
-docs/gpu.md says what orders them. The tests of attention run all the same: what they compare with is Triton's.
+Decode attention loads some record fields that it does not use; lib/sanitize_plugin.py initializes them.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.options import parser as options_parser
-from lib.results import H200, ROOT, keys, merge, of_sources, read, run_name, sources, write
+from lib.results import H200, ROOT, merge, read, row_keys, run_name, sources, with_sources, write
 
 from alignkit.check.machine import gpus, machine
 from alignkit.check.run import stop
@@ -44,7 +49,7 @@ from alignkit.runtime import dispatch
 
 KEY = ("tool", "tests", "part")
 TOOLS = ("racecheck", "memcheck", "initcheck")
-"""The slowest first."""
+"""Tools, slowest first."""
 TESTS = [
     f"tests/ops/test_{name}.py"
     for name in (
@@ -68,42 +73,52 @@ _WITHOUT = {
     "racecheck": "cublaslt hopper gated_delta_rule",
     "initcheck": "cublaslt hopper gated_delta_rule",
 }
-"""Providers of products, and ops whose CUDA kernels are left out, by tool."""
-_OTHERS = ("at6native", "_ZN7cutlass")
-_EXCLUDED = {"memcheck": _OTHERS, "racecheck": (*_OTHERS, "attention_forwardI", "attention_backwardI"), "initcheck": ()}
-"""By tool, what the mangled names of kernels contain that it leaves alone. The others' kernels make inputs, or compare results, and take
-longer than what is tested; only initcheck has to see what they write."""
+"""Excluded GEMM providers, and ops whose CUDA kernels are excluded, by tool."""
+_OTHER_KERNELS = ("at6native", "_ZN7cutlass")
+_EXCLUDED = {
+    "memcheck": _OTHER_KERNELS,
+    "racecheck": (*_OTHER_KERNELS, "attention_forwardI", "attention_backwardI"),
+    "initcheck": (),
+}
+"""Substrings of the mangled names of excluded kernels, by tool.
+
+torch's and CUTLASS's kernels generate inputs or compare results, and take longer than the tested kernels. initcheck
+must see their writes.
+"""
 _SKIPPED = (
     "graph or capture or beyond or far or 2_31 or current_stream or gradients_of_the_whole_rule "
     "or flash_linear_attention or tried_at_the_k or long_contexts"
 )
 _SLOW = (
-    "many_sequences or another_stream or scores_that_grow or sequence_alone or (tiles and leaves) "
-    "or (attention_cuda and accuracy) or (rollout_is_training and (lengths0 or lengths1 or lengths3)) "
-    "or (what_is_not_finite and inf) or (moe_sm90 and the_op and (1500 or 8000)) or (projections_rows and 16384) "
-    "or (linear_logp_sm90 and (8892 or kwargs1 or kwargs4)) or schedules_change_no_bit or (those_before and 256) "
+    "many_sequences or waits_for_its_inputs or scores_that_grow or sequence_alone or (tiles and leaves) "
+    "or (attention_cuda and accuracy) or (rollout_equals_training and (lengths0 or lengths1 or lengths3)) "
+    "or (non_finite_value and inf) or (moe_sm90 and the_op and (1500 or 8000)) or (projections_rows and 16384) "
+    "or (linear_logp_sm90 and (8892 or kwargs1 or kwargs4)) or schedules_change_no_bit or (earlier_products and 256) "
     "or (rms_norm_cuda and lambda and 3)"
 )
-"""What takes minutes under racecheck; what it sees in the others is the same kernels, of fewer blocks."""
-_ABOUT_THEM = (
-    "takes_the_usual or refused_and_named or refused_there or many_rows or adds_the_bias or test_error "
-    "or a_row_is_its_own or take_states_in_turn or share_a_state or many_packed or (more_work and cuda)"
+"""Tests that take minutes under racecheck; the others run the same kernels with fewer CTAs."""
+_ABOUT_EXCLUDED = (
+    "computes_common_products or rejected_and_logged or rejected_there or many_rows or adds_the_bias or test_error "
+    "or does_not_depend_on_other_rows or more_states_than_fit or share_a_state or many_packed or (more_work and cuda)"
 )
+"""Tests about kernels that are excluded."""
 _START = "120"
-"""Seconds in which a process must begin to use the GPU. The tool's own 10 are few for pytest where many start at once, and
-when they are over the tool waits for the process, and the process for it."""
+"""Launch timeout of compute-sanitizer, in seconds: the time until the process uses the GPU.
+
+The default of 10 is too short for several concurrent pytest processes, and a timeout deadlocks tool and process.
+"""
 _FOUND, _NO_TESTS = 99, 5
-"""The exit status that compute-sanitizer is asked for when it found something; pytest's, of a part without tests."""
+"""compute-sanitizer's exit status for reported errors, and pytest's for a part without tests."""
 _ENV = {
     "ALIGNKIT_TEST_DEVICE": "cuda",
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # one allocation for each tensor, so that its borders are seen
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # one allocation per tensor, so that memcheck sees its bounds
 }
 _running: set[subprocess.Popen] = set()
 
 
 def summary(log: str) -> tuple[int, str]:
-    """(Number of errors, the summary line) in a tool's log; (-1, "") if it has none."""
+    """Return the number of errors and the summary line of a tool's log; (-1, "") if it has none."""
     lines = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", log, re.MULTILINE)
     if not lines:
         return -1, ""
@@ -111,7 +126,7 @@ def summary(log: str) -> tuple[int, str]:
 
 
 def check(tool: str, log: Path, command: list[str], timeout: float, env: dict[str, str]) -> tuple[int | None, int, str]:
-    """Python with the arguments `command` under a tool: its exit status, None if it was stopped, and the log's summary."""
+    """Run Python with arguments `command` under a tool; return the exit status, None on timeout, and `summary`."""
     log.unlink(missing_ok=True)
     command = [
         "compute-sanitizer",
@@ -140,33 +155,33 @@ def check(tool: str, log: Path, command: list[str], timeout: float, env: dict[st
     )
     _running.add(process)
     try:
-        said, status = process.communicate(timeout=timeout)[0], process.returncode
+        output, status = process.communicate(timeout=timeout)[0], process.returncode
     except subprocess.TimeoutExpired:
         stop(process)
-        said, status = process.communicate()[0], None
+        output, status = process.communicate()[0], None
     finally:
         _running.discard(process)
-        stop(process)  # the tests too
+        stop(process)  # and the tests that it started
     if status not in (0, _NO_TESTS):
-        print(said)
+        print(output)
     return status, *summary(log.read_text(errors="replace") if log.exists() else "")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A tool over a part of a file of tests; without a file, over the planted error."""
+    """A tool and a part of a test file; without a part, the faulty kernel of lib/planted.py."""
 
     tool: str
     tests: str = "planted"
     part: str = ""
 
     def run(self, options: argparse.Namespace, end: float, gpu: str) -> dict:
-        """What the tool finds, as a row of sanitize.json. It is stopped at `end`, of the clock."""
+        """Run the job until time `end` at the latest, and return its row of sanitize.json."""
         started = time.monotonic()
         without, env = _WITHOUT[self.tool], {"CUDA_VISIBLE_DEVICES": gpu}
         log = options.out / f"{self.tool}-{Path(self.tests).stem}-{self.part.replace('/', '-')}.log"
         if self.part:
-            skipped = " or ".join([_SKIPPED, *[_ABOUT_THEM] * bool(without), *[_SLOW] * (self.tool == "racecheck")])
+            skipped = " or ".join([_SKIPPED, *[_ABOUT_EXCLUDED] * bool(without), *[_SLOW] * (self.tool == "racecheck")])
             command = [
                 "-m",
                 "pytest",
@@ -175,7 +190,7 @@ class Job:
                 "-p",
                 "no:cacheprovider",
                 "-p",
-                "lib.own_kernels",
+                "lib.sanitize_plugin",
                 "-k",
                 f"not ({skipped})",
                 self.tests,
@@ -213,7 +228,7 @@ class Job:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """In the order in which they begin."""
+    """Return the jobs in their order of execution."""
     parts = [f"{i}/{options.parts}" for i in range(options.parts)]
     return [
         *(Job(tool) for tool in options.tools),
@@ -221,41 +236,41 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     ]
 
 
-def not_clean(rows: list[dict], asked: list[Job]) -> list[str]:
-    """Of what was asked for: the parts that are not clean, and the files of which a tool ran no test."""
-    rows = [row for row in rows if Job(row["tool"], row["tests"], row["part"]) in asked]
+def not_clean(rows: list[dict], requested: list[Job]) -> list[str]:
+    """Return the requested parts that are not clean, and the files without a test under a tool."""
+    rows = [row for row in rows if Job(row["tool"], row["tests"], row["part"]) in requested]
     tested = {(row["tool"], row["tests"]) for row in rows if row["exit_status"] != _NO_TESTS}
     return [f"{row['tool']}, {row['tests']} {row['part']}".strip() for row in rows if not row["clean"]] + sorted(
-        {f"{job.tool}, {job.tests}: no test" for job in asked if (job.tool, job.tests) not in tested}
+        {f"{job.tool}, {job.tests}: no test" for job in requested if (job.tool, job.tests) not in tested}
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "sanitize.json")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
-    parser.add_argument("--examples", type=int, default=1, help="drawn for each test")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a tool and a part of a file of tests")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which everything is stopped")
-    parser.add_argument("--resume", action="store_true", help="only what the file does not have as clean")
-    parser.add_argument("--at-once", type=int, default=6, help="processes for each GPU")
-    parser.add_argument("--parts", type=int, default=4, help="that the tests of a file are dealt out to")
-    parser.add_argument("--out", type=Path, default=Path("check-results/sanitize"), help="logs")
+    parser.add_argument("--examples", type=int, default=1, help="random examples per test")
+    parser.add_argument("--timeout", type=float, default=600.0, help="time limit of a part, in seconds")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="time limit, after which all parts are stopped")
+    parser.add_argument("--resume", action="store_true", help="skip parts that are clean in the file")
+    parser.add_argument("--at-once", type=int, default=6, help="concurrent processes per GPU")
+    parser.add_argument("--parts", type=int, default=4, help="parts per test file")
+    parser.add_argument("--out", type=Path, default=Path("check-results/sanitize"), help="folder for logs")
     parser.add_argument("tests", nargs="*", default=TESTS)
     options = parser.parse_args(arguments)
     if shutil.which("compute-sanitizer") is None:
-        print("compute-sanitizer, a part of the CUDA toolkit, is not on the PATH", file=sys.stderr)
+        print("compute-sanitizer: not found on the PATH. It is part of the CUDA toolkit.", file=sys.stderr)
         return 2
     devices = gpus()
     if not devices:
-        print("no GPU", file=sys.stderr)
+        print("no GPU found", file=sys.stderr)
         return 2
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     name, info = run_name(), machine() | {"sources": sources(*{*dispatch.OPS.values()}), "examples": options.examples}
-    contents = of_sources(read(options.json), info["sources"])
+    contents = with_sources(read(options.json), info["sources"])
     clean = [row for row in contents.get("rows", []) if row["clean"]]
-    had = keys({"rows": clean}, KEY) if options.resume else set()
-    waiting = [job for job in jobs(options) if (job.tool, job.tests, job.part) not in had]
+    done_keys = row_keys({"rows": clean}, KEY) if options.resume else set()
+    waiting = [job for job in jobs(options) if (job.tool, job.tests, job.part) not in done_keys]
     end, rows = time.monotonic() + 60 * options.minutes, []
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for gpu in devices * options.at_once:
@@ -279,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
         for process in list(_running):
             stop(process)
     unclean = not_clean(merge(contents, name, info, rows, KEY)["rows"], jobs(options))
-    print("\n".join(f"not clean: {what}" for what in unclean) or "clean")
+    print("\n".join(f"not clean: {each}" for each in unclean) or "clean")
     return int(bool(unclean))
 
 

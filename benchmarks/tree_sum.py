@@ -1,25 +1,26 @@
-"""Sums over tensor-parallel ranks, with the tree's bits, beside NCCL's: ``make gpu-tree-sum``; options in TREE_SUM_ARGS.
+"""Time of k-tree reductions over tensor-parallel ranks against NCCL: ``make gpu-tree-sum``; options in TREE_SUM_ARGS.
 
-A process for each GPU. Before a size is timed, the bytes must be those of the tree over what NCCL gathers; exit status 1 if
-they are not. The file (benchmarks/results/h200/tree_sum.json) is ``{"runs": {...}, "rows": [...]}``. A row:
+One process per GPU. Before timing a size, the benchmark compares the bytes with the k-tree over NCCL-gathered sums; the
+exit status is 1 if they differ. The result file, benchmarks/results/h200/tree_sum.json, is ``{"runs": {...}, "rows":
+[...]}``. The fields of a row, which ``tables.py`` reads:
 
 ``case``
-    "all_reduce", or "reduce_scatter", of which each rank gets a slice. "row_parallel K": all_reduce together with the product
-    that is added, of a weight [4096, K] that the ranks share K of.
+    "all_reduce"; "reduce_scatter"; "row_parallel K", all_reduce with its GEMM, whose weight [4096, K] is sharded along
+    K.
 ``impl``
-    "alignkit": of fp32 sums where a product leaves them, to bf16. "alignkit, copied": of a tensor that must be copied there,
-    to fp32. "alignkit, whole" and "alignkit, shares", if asked for: the two forms that "alignkit" takes one of.
-    "alignkit-gather": NCCL carries the fp32 sums and torch adds them, the way without symmetric memory.
-    "nccl-bf16" and "nccl-fp32": NCCL's own sums, whose order is NCCL's. "vllm-bf16", where vLLM is installed: the sum that
-    its ranks have for up to 8 MiB.
+    "alignkit": fp32 sums that a GEMM writes to symmetric memory, reduced to bf16. "alignkit, copied": a tensor that is
+    first copied to symmetric memory, reduced to fp32. "alignkit, whole" and "alignkit, shares", with --forms: one-shot
+    and two-shot, between which "alignkit" chooses by size. "alignkit-gather": an all-gather of the fp32 sums by NCCL,
+    added by torch; used without symmetric memory. "nccl-bf16" and "nccl-fp32": NCCL's reduction. "vllm-bf16": vLLM's
+    custom all-reduce, for up to 8 MiB, if vLLM is installed.
 ``pass``
-    "tp2": on so many GPUs.
+    Number of GPUs, such as "tp2".
 ``m``, ``n``, ``k``
-    Bytes of the values of a rank if they were bf16; None; K, or None.
+    A rank's values in bytes of bf16; None; K, or None.
 ``ms``, ``eager_ms``
-    Of a call in a CUDA graph of several, and called one by one: the slowest rank's median.
+    Median time of the slowest rank per call in a CUDA graph of several calls, and in eager mode.
 ``x``
-    ``ms`` over that of "nccl-bf16" in the same case, which carries half the bytes for each value.
+    ``ms`` relative to "nccl-bf16" in the same case, which transfers half the bytes per value.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from lib.options import parser as options_parser
-from lib.results import H200, made_on, merge, read, run_name, write
+from lib.results import H200, merge, read, run_info, run_name, write
 
-from alignkit.check.store import meet, served
+from alignkit.check.store import connect_store, serve_store
 from alignkit.contract import k_leaves
 from alignkit.dist import TP, symmetric
 from alignkit.ops.linear import matmul
@@ -48,16 +49,16 @@ KEY = ("case", "impl", "pass", "m")
 COLUMNS = 4096
 KIB = (64, 256, 1024, 4096, 16384, 65536)
 LAYERS = (4096, 12288)
-"""K of layers: those of Qwen3-8B."""
-LONG = 4096
-"""KiB from which layers are measured, and with twice the largest size: a step of 16384 tokens."""
+"""K of Qwen3-8B's row-parallel layers."""
+LAYER_KIB = 4096
+"""Smallest size, in KiB, at which layers are measured; the largest is twice that of --kib, a step of 16384 tokens."""
 GRAPH_MS = 4.0
-"""About how long a graph of several calls takes."""
+"""Approximate duration of a CUDA graph of several calls."""
 REPLAYS = 15
 
 
-def vllms(tp: TP, device: torch.device):
-    """vLLM's own sums over these ranks; None where it has none."""
+def vllm_all_reduce(tp: TP, device: torch.device):
+    """Return vLLM's custom all-reduce over these ranks; None if it is unavailable."""
     try:
         from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
     except ImportError:
@@ -68,11 +69,15 @@ def vllms(tp: TP, device: torch.device):
 
 
 def implementations(tp: TP, rows: int, case: str, forms: bool, vllm) -> dict[str, Callable[[], object]]:
-    """Calls with [rows, COLUMNS] on each rank. AssertionError on all ranks if one's bytes are not those of the tree."""
+    """Return calls with [rows, COLUMNS] on each rank.
+
+    Raises:
+        AssertionError: on all ranks, if one rank's bytes differ from the k-tree's.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = symmetric.workspace(tp.group, device)
     if workspace is None:
-        raise RuntimeError("the GPUs do not share symmetric memory")
+        raise RuntimeError("symmetric memory is unavailable between these GPUs")
     generator = torch.Generator(device).manual_seed(tp.rank)
     sums = torch.randn(rows, COLUMNS, device=device, generator=generator)
     half, scatter = sums.bfloat16(), case == "reduce_scatter"
@@ -91,19 +96,19 @@ def implementations(tp: TP, rows: int, case: str, forms: bool, vllm) -> dict[str
         others["vllm-bf16"] = partial(vllm.custom_all_reduce, half)
     copied = partial(tp.tree_sum_scatter if scatter else tp.tree_sum, sums)
     want = tp._sum_gathered(sums, scatter)
-    chosen = {"": None} | ({", whole": False, ", shares": True} if forms and not scatter else {})
+    variants = {"": None} | ({", whole": False, ", shares": True} if forms and not scatter else {})
     wrong = [
         name
-        for name, shared in chosen.items()
+        for name, shared in variants.items()
         if not bitwise_equal(ours(lambda r, out, _: out.copy_(sums[r]), shared), want.bfloat16())
     ]
     wrong += [] if bitwise_equal(copied(), want) else [", copied"]
-    for rank, found in enumerate(_of_all(tp, wrong)):
+    for rank, found in enumerate(_all_gather(tp, wrong)):
         if found:
             raise AssertionError(
-                f"{case} of {rows} x {COLUMNS}, rank {rank} of {tp.size}: not the tree's bytes: {found}"
+                f"{case} of {rows} x {COLUMNS}, rank {rank} of {tp.size}: bytes differ from the k-tree's: {found}"
             )
-    return {f"alignkit{name}": partial(ours, lambda *_: None, shared) for name, shared in chosen.items()} | {
+    return {f"alignkit{name}": partial(ours, lambda *_: None, shared) for name, shared in variants.items()} | {
         "alignkit, copied": copied,
         "alignkit-gather": lambda: tp._sum_gathered(sums, scatter).bfloat16(),
         **others,
@@ -111,15 +116,15 @@ def implementations(tp: TP, rows: int, case: str, forms: bool, vllm) -> dict[str
 
 
 def layers(tp: TP, rows: int, k: int) -> dict[str, Callable[[], object]]:
-    """As `implementations`, of products and sums."""
+    """Return calls of a row-parallel layer; raise as `implementations` does."""
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = symmetric.workspace(tp.group, device)
     generator = torch.Generator(device).manual_seed(tp.rank)
 
-    def drawn(*shape):
+    def random(*shape):
         return torch.randn(*shape, device=device, generator=generator).bfloat16()
 
-    x, w, leaves = drawn(rows, k // tp.size), drawn(COLUMNS, k // tp.size), k_leaves(k) // tp.size
+    x, w, leaves = random(rows, k // tp.size), random(COLUMNS, k // tp.size), k_leaves(k) // tp.size
 
     def ours():
         def product(part, to, spare):
@@ -133,21 +138,23 @@ def layers(tp: TP, rows: int, k: int) -> dict[str, Callable[[], object]]:
         return y
 
     want = tp._sum_gathered(matmul(x, w, leaves=leaves), False).bfloat16()
-    for rank, same in enumerate(_of_all(tp, bitwise_equal(ours(), want))):
+    for rank, same in enumerate(_all_gather(tp, bitwise_equal(ours(), want))):
         if not same:
-            raise AssertionError(f"row_parallel {k}, {rows} rows, rank {rank} of {tp.size}: not the tree's bytes")
+            raise AssertionError(
+                f"row_parallel {k}, {rows} rows, rank {rank} of {tp.size}: bytes differ from the k-tree's"
+            )
     return {"alignkit": ours, "nccl-bf16": stock}
 
 
-def _of_all(tp: TP, value) -> list:
+def _all_gather(tp: TP, value) -> list:
     values = [None] * tp.size
     dist.all_gather_object(values, value, group=tp.group)
     return values
 
 
 def _median(tp: TP, run: Callable[[], object], times: int) -> float:
-    """Milliseconds of a `run` on the slowest rank."""
-    taken = []
+    """Return the median milliseconds of `run` on the slowest rank."""
+    durations = []
     for _ in range(times):
         dist.barrier(tp.group)
         torch.cuda.synchronize()
@@ -156,12 +163,12 @@ def _median(tp: TP, run: Callable[[], object], times: int) -> float:
         run()
         end.record()
         torch.cuda.synchronize()
-        taken.append(start.elapsed_time(end))
-    return max(_of_all(tp, statistics.median(taken)))
+        durations.append(start.elapsed_time(end))
+    return max(_all_gather(tp, statistics.median(durations)))
 
 
 def times(tp: TP, run: Callable[[], object], capture) -> dict[str, float]:
-    """capture: returns a context in which a graph is captured."""
+    """Return ``ms`` and ``eager_ms`` of a row; `capture` returns the context in which to capture a graph."""
 
     def several():
         for _ in range(calls):
@@ -181,14 +188,14 @@ def times(tp: TP, run: Callable[[], object], capture) -> dict[str, float]:
 def measure(tp: TP, kib: int, case: str, forms: bool, vllm) -> list[dict]:
     rows, k = (kib << 10) // 2 // COLUMNS, int(case.split()[1]) if " " in case else None
     run = implementations(tp, rows, case, forms, vllm) if k is None else layers(tp, rows, k)
-    taken = {
+    durations = {
         impl: times(tp, call, vllm.capture if impl.startswith("vllm") else nullcontext) for impl, call in run.items()
     }
     found = [
         {"case": case, "impl": impl, "pass": f"tp{tp.size}", "m": kib << 10, "n": None, "k": k}
         | t
-        | {"x": t["ms"] / taken["nccl-bf16"]["ms"]}
-        for impl, t in taken.items()
+        | {"x": t["ms"] / durations["nccl-bf16"]["ms"]}
+        for impl, t in durations.items()
     ]
     if tp.rank == 0:
         print(
@@ -202,27 +209,29 @@ def measure(tp: TP, kib: int, case: str, forms: bool, vllm) -> list[dict]:
 
 
 def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
-    """A rank. The first writes the file."""
+    """Measure on one rank; rank 0 writes the file."""
     started = time.monotonic()
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", store=meet(port), rank=rank, world_size=world, device_id=torch.device("cuda", rank))
+    dist.init_process_group(
+        "nccl", store=connect_store(port), rank=rank, world_size=world, device_id=torch.device("cuda", rank)
+    )
     name = run_name()
     rows = []
-    long = [kib for kib in (*options.kib, 2 * max(options.kib)) if kib >= LONG]
+    layer_sizes = [kib for kib in (*options.kib, 2 * max(options.kib)) if kib >= LAYER_KIB]
     cases = [(case, options.kib) for case in ("all_reduce", "reduce_scatter")]
-    cases += [(f"row_parallel {k}", long) for k in LAYERS]
-    # The largest first: ranks that were in different groups before get no symmetric memory.
+    cases += [(f"row_parallel {k}", layer_sizes) for k in LAYERS]
+    # Largest group first: ranks of different earlier groups cannot share symmetric memory.
     for size in reversed([n for n in symmetric.SIZES if n <= world]):
         group = dist.new_group(list(range(size)))
         if rank < size:
             tp = TP(group)
-            vllm = vllms(tp, torch.device("cuda", rank))
+            vllm = vllm_all_reduce(tp, torch.device("cuda", rank))
             rows += [
                 row for case, sizes in cases for kib in sizes for row in measure(tp, kib, case, options.forms, vllm)
             ]
         dist.barrier()
     if rank == 0:
-        info = made_on(ops=["linear"], seconds=round(time.monotonic() - started, 1))
+        info = run_info(ops=["linear"], seconds=round(time.monotonic() - started, 1))
         write(options.json, merge(read(options.json), name, info, rows, KEY))
         print(f"{len(rows)} rows, {info['seconds']} s; {options.json}")
     dist.destroy_process_group()
@@ -230,15 +239,15 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "tree_sum.json")
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="so many at most")
-    parser.add_argument("--kib", nargs="+", type=int, default=list(KIB), help="of a rank's values if they were bf16")
-    parser.add_argument("--forms", action="store_true", help="both forms of ours, at every size")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="largest number of GPUs")
+    parser.add_argument("--kib", nargs="+", type=int, default=list(KIB), help="size of a rank's values in bf16, in KiB")
+    parser.add_argument("--forms", action="store_true", help="measure one-shot and two-shot at all sizes")
     options = parser.parse_args(arguments)
     world = max((n for n in symmetric.SIZES if n <= options.gpus), default=0)
     if not world:
-        parser.error("needs two GPUs")
+        parser.error("at least two GPUs are required")
     try:
-        store = served()
+        store = serve_store()
         mp.spawn(work, (world, store.port, options), nprocs=world)
     except mp.ProcessRaisedException as e:
         print(e)

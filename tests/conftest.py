@@ -1,4 +1,7 @@
-"""Fixtures shared by all tests."""
+"""Fixtures shared by all tests, and markers of tests by file and fixture.
+
+Paths in the tuples below are relative to tests/; a file that is moved moves there too.
+"""
 
 import os
 from pathlib import Path
@@ -14,7 +17,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.forks import METHOD, preload  # noqa: E402
 
-# Shapes are drawn anew each run; a failure prints the draw. No deadline: two slow cores are a supported machine.
+# Shapes are random in each run; a failure prints its example. No deadline: two slow cores are a supported machine.
 settings.register_profile(
     "alignkit",
     deadline=None,
@@ -25,7 +28,7 @@ settings.register_profile(
 settings.load_profile("alignkit")
 preload()
 
-# The op tests run on this device; the engines' tests choose theirs.
+# Device of the op tests; engine tests choose their own.
 DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
 if DEVICE != "cpu":
     torch.set_default_device(DEVICE)
@@ -33,16 +36,16 @@ if DEVICE != "cpu":
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Four processes joined by gloo."""
+    """Yield four processes joined by gloo."""
     from alignkit.testing import Ranks
 
     with Ranks(4, method=METHOD) as r:
-        r.run(4, str)  # they have started: from here on a test may say how long a call may take
+        r.run(4, str)  # wait for the start-up, so that a test's timeout covers only its call
         yield r
 
 
 STARTS_AN_ENGINE = {"world", "pair", "vllm_process", "rollout"}
-"""Fixtures."""
+"""Fixtures that start an engine."""
 ENGINES = (
     "bisection/test_cuda.py",
     "e2e/test_benchmarks.py",
@@ -67,7 +70,7 @@ SEVERAL_GPUS = (
     "ops/test_tp_faults_cuda.py",
 )
 SLOW = ("e2e/test_benchmarks.py",)
-"""Files all of whose tests are slow; single tests of others mark themselves."""
+"""Files in which every test is slow; other files mark single tests."""
 LONGEST = (
     "e2e/test_check.py",
     "e2e/test_benchmarks.py",
@@ -85,12 +88,15 @@ LONGEST = (
     "vllm/test_engine.py",
     "ops/test_contract_bits.py",
 )
-"""Files that take longest: they come first, so that several workers end at much the same time."""
+"""Longest files, scheduled first so that all workers end at about the same time."""
 GPU = ("ops/test_linear_logp_sm90.py", "ops/test_schedules.py")
 
 
 def pytest_collection_modifyitems(items):
-    """Marks by file, and by the fixtures that a test asks for. Tests of other files that need a GPU mark themselves."""
+    """Mark tests by file and by fixture, and put the longest files first.
+
+    GPU tests in other files mark themselves.
+    """
     places = {}
     for item in items:
         file = item.path.relative_to(Path(__file__).parent).as_posix()

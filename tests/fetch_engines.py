@@ -1,8 +1,10 @@
-"""Fetch the Python sources of the engine versions whose seams the tests resolve.
+"""Fetch the Python sources of the engine versions whose hook points the tests resolve.
 
     python tests/fetch_engines.py FOLDER     # then: ALIGNKIT_WHEELS=FOLDER
 
-Leaves FOLDER/vllm-0.26.0/vllm/..., FOLDER/megatron_core-0.16.1/megatron/... Nothing is installed or imported.
+It writes FOLDER/vllm-0.26.0/vllm/..., FOLDER/megatron_core-0.16.1/megatron/... Nothing is installed or imported. The
+tests find the folders by these names. A new version also needs a row in alignkit/vllm/versions.py or
+alignkit/megatron/versions.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Processes that tests start on a CPU are forks of one that has imported what they need: that takes longer than most tests."""
+"""Test processes, forked on a CPU from a server that has already imported their modules.
+
+These imports take longer than most tests.
+"""
 
 import importlib
 import multiprocessing
@@ -8,34 +11,42 @@ import tempfile
 import torch
 
 METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
-"""CUDA cannot be used in a fork of a process that has looked for a device."""
+"""Start method: a fork cannot use CUDA once its parent has queried for a device."""
 _imported = []
 
 
 def preload(*modules: str) -> None:
-    """Has them imported there too. To be called where tests are collected: it is too late once a process has been started."""
+    """Add modules to the fork server's imports; call it at collection, before the first process starts."""
     for module in ("tests.preload", *modules):
         if module not in _imported:
             _imported.append(module)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_imported)
 
 
-def begin(module: str, *arguments, fork_workers: bool = False):
-    """``main(*arguments)`` of a module in a process with this one's variables. What is returned waits for its end, and raises
-    with what it said if it failed. fork_workers: see `forking`."""
-    said = tempfile.NamedTemporaryFile("r", suffix=".log")  # noqa: SIM115 - kept until it has been read
+def start_process(module: str, *arguments, fork_workers: bool = False):
+    """Run ``main(*arguments)`` of a module in a new process that has this process's environment.
+
+    Args:
+        module: Module to import.
+        *arguments: Arguments of its ``main``.
+        fork_workers: Call `use_fork_for_spawn` in the process first.
+
+    Returns:
+        A function that joins the process, and fails with the process's output unless its exit status is 0.
+    """
+    log = tempfile.NamedTemporaryFile("r", suffix=".log")  # noqa: SIM115 - open until it has been read
     context = multiprocessing.get_context(METHOD)
-    process = context.Process(target=_main, args=(module, arguments, dict(os.environ), said.name, fork_workers))
+    process = context.Process(target=_main, args=(module, arguments, dict(os.environ), log.name, fork_workers))
     process.start()
 
-    def end(timeout: float = 400) -> None:
+    def join(timeout: float = 400) -> None:
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
-        with said:
-            assert process.exitcode == 0, f"exit status {process.exitcode}\n{said.read()}"
+        with log:
+            assert process.exitcode == 0, f"exit status {process.exitcode}\n{log.read()}"
 
-    return end
+    return join
 
 
 def _main(module, arguments, environ, log, fork_workers):
@@ -45,12 +56,12 @@ def _main(module, arguments, environ, log, fork_workers):
     os.environ.clear()
     os.environ.update(environ)
     if fork_workers:
-        forking()
+        use_fork_for_spawn()
     importlib.import_module(module).main(*arguments)
 
 
-def forking() -> None:
-    """From here on what this process would start anew is a fork of it on a CPU: vLLM's workers find it patched as it is."""
+def use_fork_for_spawn() -> None:
+    """Replace spawn by fork in this process on a CPU, so that vLLM's workers inherit its patches."""
     if METHOD != "forkserver":
         return
     get = multiprocessing.get_context

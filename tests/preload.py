@@ -1,8 +1,8 @@
-"""What all forks find imported."""
+"""Modules that the fork server of tests/forks.py imports for every test process."""
 
 import os
 
-# Threads of OpenMP do not live on in what is forked, and who waited for them would hang. A process makes its own later.
+# OpenMP threads do not survive a fork, and a process that waits for them hangs. A process starts its own later.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import alignkit.ops

@@ -1,4 +1,4 @@
-"""Rotary scalings of the tests' models, as config.json has them: waves on both sides of each border."""
+"""Rotary scalings for tests of both engines, in config.json's form; wavelengths lie on both sides of each threshold."""
 
 ROPES = {
     "llama3": {

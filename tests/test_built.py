@@ -1,4 +1,7 @@
-"""What is loaded is of this alignkit: its sources, and the fields of its structs."""
+"""The loaded libraries match this alignkit: their source hash, and the layout of their structs.
+
+`structs` must list every ctypes struct that is passed to the kernels.
+"""
 
 import ctypes
 import json
@@ -18,8 +21,8 @@ PACKAGE = families.PACKAGE
 PARTS = {"cpu": native, "sm90": cuda}
 
 
-def of_other_sources(library: Path, part: str, folder: Path) -> Path:
-    """A copy that says it was built from others."""
+def with_other_hash(library: Path, part: str, folder: Path) -> Path:
+    """Return a copy of the library whose source hash is another."""
     content, sources = library.read_bytes(), _sources.of(part).encode()
     assert content.count(sources) == 1
     copy = folder / library.name
@@ -29,64 +32,64 @@ def of_other_sources(library: Path, part: str, folder: Path) -> Path:
 
 @pytest.fixture
 def load(monkeypatch):
-    """Makes a file the library of a module, as in a process that has loaded none."""
+    """Return a function that sets a module's library file and clears the state of the loaded one."""
 
     def place(module, library: Path) -> None:
         monkeypatch.setattr(module, "LIBRARY", library)
         monkeypatch.setattr(module, "library", module.library.__wrapped__)
         if module is cuda:
             monkeypatch.setattr(cuda, "available", cuda.available.__wrapped__)
-        monkeypatch.setattr(dispatch, "_names", {})
+        monkeypatch.setattr(dispatch, "_backends", {})
 
     return place
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_library_of_other_sources_is_refused(part, load, tmp_path, monkeypatch):
+def test_library_built_from_other_sources_is_rejected(part, load, tmp_path, monkeypatch):
     if not PARTS[part].LIBRARY.exists():
         pytest.skip(f"the kernels of {part} are not built")
     module = PARTS[part]
-    load(module, of_other_sources(module.LIBRARY, part, tmp_path))
-    message = f"{module.LIBRARY.name} was built from other sources .* install alignkit again"
+    load(module, with_other_hash(module.LIBRARY, part, tmp_path))
+    message = f"{module.LIBRARY.name}: must be built from this alignkit's sources .*; reinstall alignkit"
     for call in (module.library, module.available):
         with pytest.raises(BackendError, match=message):
             call()
     kernels = {"cpu": "CPU kernels", "sm90": "CUDA kernels"}[part]
-    said = f"{kernels:<15} not for use: {module.LIBRARY.name} was built"
-    assert any(line.startswith(said) for line in doctor.facts())
-    if part == "cpu":  # and nothing else takes its place
+    prefix = f"{kernels:<15} unusable: {module.LIBRARY.name}: must be built"
+    assert any(line.startswith(prefix) for line in doctor.facts())
+    if part == "cpu":  # no other backend replaces it
         with pytest.raises(BackendError, match=message):
             dispatch.select("linear", "cpu")
         monkeypatch.setattr(doctor, "_tensor_parallel", lambda: None)
         _, (name, problem), _ = doctor.self_test()
-        assert name.startswith("golden bits on cpu") and "was built from other sources" in problem
+        assert name.startswith("golden bits on cpu") and "must be built from this alignkit's sources" in problem
 
 
-def test_a_library_that_says_nothing_is_refused(load, tmp_path):
+def test_library_without_a_source_hash_is_rejected(load, tmp_path):
     library = tmp_path / "_cpu.so"
     subprocess.run(["c++", "-shared", "-x", "c++", "-", "-o", library], input=b"int nothing;", check=True)
     load(native, library)
-    with pytest.raises(BackendError, match=r"_cpu.so was built from other sources \(unknown\)"):
+    with pytest.raises(BackendError, match=r"_cpu.so: must be built from this alignkit's sources .*, got unknown"):
         native.library()
 
 
-def test_what_is_no_library_is_refused(load, tmp_path):
+def test_file_that_is_not_a_library_is_rejected(load, tmp_path):
     library = tmp_path / "_cpu.so"
     library.write_text("no library")
     load(native, library)
-    with pytest.raises(BackendError, match="_cpu.so cannot be loaded .* install alignkit again"):
+    with pytest.raises(BackendError, match="_cpu.so: cannot be loaded .*; reinstall alignkit"):
         native.available()
 
 
-def test_an_instruction_set_that_is_not_here_is_refused(load, monkeypatch):
+def test_unknown_instruction_set_is_rejected(load, monkeypatch):
     monkeypatch.setenv("ALIGNKIT_CPU_ISA", "sse9")
     load(native, native.LIBRARY)
-    with pytest.raises(BackendError, match="ALIGNKIT_CPU_ISA: 'sse9' is none of generic, avx2, avx512"):
-        dispatch.name("cpu")
+    with pytest.raises(BackendError, match="ALIGNKIT_CPU_ISA: must be one of generic, avx2, avx512, got 'sse9'"):
+        dispatch.backend_of("cpu")
 
 
-def test_installed_without_sources(tmp_path):
-    """A wheel's package: what it was built from is in a file of it. Libraries of other names are not looked at."""
+def test_installed_package_reads_the_expected_hashes_from_built_json(tmp_path):
+    """built.json of an installed package holds the source hashes; libraries of other names are ignored."""
     package = shutil.copytree(PACKAGE, tmp_path / "alignkit", ignore=shutil.ignore_patterns("_sm90.so", "__pycache__"))
     (package / "_cpu.cpython-300-x86_64-linux-gnu.so").write_text("of another Python and time")
 
@@ -102,15 +105,15 @@ def test_installed_without_sources(tmp_path):
         )
         return done.stdout
 
-    assert "built.json of the package does not say from which sources the kernels of cpu" in isa()
+    assert "built.json: lacks the hash of the sources that the cpu kernels were built from" in isa()
     (package / "built.json").write_text(json.dumps({"cpu": "0" * 64}))
-    assert "_cpu.so was built from other sources" in isa()
+    assert "_cpu.so: must be built from this alignkit's sources" in isa()
     (package / "built.json").write_text(json.dumps({"cpu": _sources.of("cpu")}))
     assert isa().strip() == native.isa()
 
 
-def test_what_decides_a_library_decides_its_hash(tmp_path, monkeypatch):
-    """Each source and setup.py; not what an editor leaves there."""
+def test_source_hash_covers_every_source_and_setup_py(tmp_path, monkeypatch):
+    """Editor backup files do not count."""
     (tmp_path / "csrc").mkdir()
     for part in PARTS:
         shutil.copytree(_sources.ROOT / "csrc" / part, tmp_path / "csrc" / part)
@@ -157,8 +160,8 @@ def structs():
 
 
 @pytest.mark.skipif(not cuda.LIBRARY.exists(), reason="the CUDA kernels are not built")
-def test_every_struct_is_compared():
-    """Each that is passed to the kernels; renamed, exchanged, widened and left out fields are noticed."""
+def test_every_field_mismatch_with_a_c_struct_is_detected():
+    """Renamed, swapped, widened, missing and extra fields are detected in each struct passed to the kernels."""
     for name, (module, struct) in structs().items():
         library, fields = module.library(), struct._fields_
         built.check_layout(library, name, struct)
@@ -172,46 +175,45 @@ def test_every_struct_is_compared():
         }
         for what, changed in wrong.items():
             other = type("Other", (ctypes.Structure,), {"_fields_": changed})
-            with pytest.raises(  # noqa: PT012 - the second statement names what was not noticed
-                BackendError, match=f"^{name}: Python and the library disagree"
+            with pytest.raises(  # noqa: PT012 - the second statement names the change that was not detected
+                BackendError, match=f"^{name}: the struct's layout differs"
             ):
                 built.check_layout(library, name, other)
                 pytest.fail(f"{name}, {what}")
-    alike = {name: (at.offset, at.size) for name, at in ((f[0], getattr(struct, f[0])) for f in fields)}
-    assert alike["rounded"][1] == alike["add"][1]  # two of one type, exchanged: only their names tell
-    exchanged = [({"rounded": "add", "add": "rounded"}.get(f[0], f[0]), f[1]) for f in fields]
+    layout = {name: (field.offset, field.size) for name, field in ((f[0], getattr(struct, f[0])) for f in fields)}
+    assert layout["rounded"][1] == layout["add"][1]  # two fields of one type, swapped: only their names differ
+    swapped = [({"rounded": "add", "add": "rounded"}.get(f[0], f[0]), f[1]) for f in fields]
     with pytest.raises(BackendError, match="AlignkitHeadProducts: .*add at"):
-        cuda.mirrors("AlignkitHeadProducts")(type("Other", (ctypes.Structure,), {"_fields_": exchanged}))
-    with pytest.raises(BackendError, match="^NoSuch: the library does not say"):
+        cuda.mirrors("AlignkitHeadProducts")(type("Other", (ctypes.Structure,), {"_fields_": swapped}))
+    with pytest.raises(BackendError, match="^NoSuch: the library does not report the layout"):
         cuda.mirrors("NoSuch")(struct)
 
 
-def test_no_struct_is_left_out():
-    """Of those that say they are a struct of csrc."""
+def test_every_ctypes_struct_is_compared():
     found = {name for file in PACKAGE.rglob("*.py") for name in _classes(file)}
     compared = {struct.__name__ for _, struct in structs().values()}
     assert compared <= found
-    assert found - compared == {"_Field", "_Suggestion"}  # what structs are compared by; cuBLASLt's own
+    assert found - compared == {"_Field", "_Suggestion"}  # the layout descriptor itself; a cuBLASLt struct
 
 
 def _classes(file: Path) -> list[str]:
     return re.findall(r"^class (\w+)\(ctypes\.Structure\):", file.read_text(), re.MULTILINE)
 
 
-def test_asking_for_the_instruction_set_chooses_none():
+def test_reading_the_instruction_set_does_not_select_one():
     best = native.isa()
     with native.use_isa("generic"):
         assert native.isa() == native.isa() == "generic"
         assert f"{'CPU kernels':<15} built, generic" in doctor.facts()
         assert native.isa() == "generic"
-        with pytest.raises(BackendError, match="isa: this machine has no 'sse9'"), native.use_isa("sse9"):
+        with pytest.raises(BackendError, match="isa: this machine does not support 'sse9'"), native.use_isa("sse9"):
             pytest.fail("there is none")
         assert native.isa() == "generic"
     assert native.isa() == best
 
 
-def test_doctor_tests_the_instruction_set_that_is_chosen():
-    """ALIGNKIT_CPU_ISA, from the facts on to the tests: the golden bits and the first ops'."""
+def test_doctor_tests_the_selected_instruction_set():
+    """ALIGNKIT_CPU_ISA applies to doctor's facts, the golden bits and the op tests."""
     code = (
         "import itertools\n"
         "from alignkit import doctor, golden\n"

@@ -1,4 +1,4 @@
-"""Tests that need a GPU are skipped elsewhere; what they call of alignkit must take their arguments all the same."""
+"""Calls of alignkit in tests, benchmarks and examples match its signatures, GPU-only code included."""
 
 import ast
 import contextlib
@@ -23,30 +23,30 @@ def member(module: str, name: str) -> object:
 
 
 def imported(tree: ast.AST) -> dict[str, object]:
-    """What a file imports of alignkit, at its top or inside functions, by the names it has there."""
+    """Return the alignkit objects that a file imports, at its top or inside functions, by local name."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "alignkit":
             for alias in node.names:
-                with contextlib.suppress(ImportError):  # of an engine that is not installed
+                with contextlib.suppress(ImportError):  # its engine is not installed
                     found[alias.asname or alias.name] = member(node.module, alias.name)
     return found
 
 
 def calls(tree: ast.AST, names: dict[str, object]) -> Iterator[tuple[ast.Call, object]]:
-    """Calls of functions and classes of `names`, or of their members, whose arguments are all written out."""
+    """Yield calls of functions and classes in `names`, or of their members, that use no * or ** arguments."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or any(isinstance(a, ast.Starred) for a in node.args):
             continue
         if any(keyword.arg is None for keyword in node.keywords):
             continue
-        path, at = [], node.func
-        while isinstance(at, ast.Attribute):
-            path.insert(0, at.attr)
-            at = at.value
-        if not isinstance(at, ast.Name) or at.id not in names:
+        path, value = [], node.func
+        while isinstance(value, ast.Attribute):
+            path.insert(0, value.attr)
+            value = value.value
+        if not isinstance(value, ast.Name) or value.id not in names:
             continue
-        called = names[at.id]
+        called = names[value.id]
         for name in path:
             called = getattr(called, name, None)
         if inspect.isfunction(called) or inspect.isclass(called):
@@ -56,7 +56,7 @@ def calls(tree: ast.AST, names: dict[str, object]) -> Iterator[tuple[ast.Call, o
 def misfits(source: str) -> list[str]:
     tree, found = ast.parse(source), []
     for node, called in calls(tree, imported(tree)):
-        with contextlib.suppress(ValueError):  # a class of Python's own, which has no signature
+        with contextlib.suppress(ValueError):  # a built-in class without a signature
             signature = inspect.signature(called)
             try:
                 signature.bind(*node.args, **{k.arg: k.value for k in node.keywords})
@@ -66,11 +66,11 @@ def misfits(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_arguments_fit(file):
+def test_calls_match_the_signatures(file):
     assert not misfits((ROOT / file).read_text())
 
 
-def test_a_missing_argument_is_noticed():
+def test_missing_and_extra_arguments_are_detected():
     assert misfits("def test():\n    from alignkit.ops import rms_norm\n    rms_norm(1)") == [
         "line 3: rms_norm: missing a required argument: 'weight'"
     ]

@@ -1,4 +1,7 @@
-"""How the package's files may depend on each other."""
+"""Allowed dependencies between the package's files.
+
+FORBIDDEN states them; a new part that must not import others needs an entry there.
+"""
 
 import ast
 import graphlib
@@ -15,7 +18,7 @@ FILES = {
 }
 TOOLS = {"check", "drift", "watch", "integrations", "doctor", "explain", "cli", "testing"}
 ADAPTERS = {"megatron", "vllm"}
-NOT_FOR = {
+FORBIDDEN = {
     "contract": {"dist", "ops", "models", "engines"} | ADAPTERS | TOOLS,
     "runtime": {"dist", "ops", "models", "engines"} | ADAPTERS | TOOLS,
     "dist": {"ops", "models", "engines"} | ADAPTERS | TOOLS,
@@ -25,11 +28,11 @@ NOT_FOR = {
     "megatron": {"vllm"} | TOOLS,
     "vllm": {"megatron"} | TOOLS,
 }
-"""Of parts of the package, what their files never import, not in a function either."""
+"""Forbidden imports of each part of the package, imports inside functions included."""
 
 
 def when_imported(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when a file is imported, in branches too, but for what type checkers alone see."""
+    """Yield the statements that run at import, branches included, TYPE_CHECKING blocks excluded."""
     for node in body:
         yield node
         if (
@@ -41,7 +44,7 @@ def when_imported(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def imports(name: str, anywhere: bool = False) -> set[str]:
-    """The files of the package that this one imports when it is imported itself; or `anywhere` in it."""
+    """Return the package's files that this file imports at import time, or `anywhere` in it."""
     path, found = FILES[name], set()
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     tree = ast.parse(path.read_text())
@@ -56,31 +59,31 @@ def imports(name: str, anywhere: bool = False) -> set[str]:
     return (found & FILES.keys()) - {name}
 
 
-def test_no_import_circle():
+def test_imports_have_no_cycle():
     tuple(graphlib.TopologicalSorter({name: imports(name) for name in FILES}).static_order())
 
 
-@pytest.mark.parametrize("part", NOT_FOR)
-def test_what_is_below_knows_nothing_of_what_is_above(part):
+@pytest.mark.parametrize("part", FORBIDDEN)
+def test_lower_layers_do_not_import_upper_layers(part):
     for name in FILES:
         if name.split(".")[1:2] == [part]:
             known = {one.split(".")[1] for one in imports(name, anywhere=True) if "." in one}
-            assert not known & NOT_FOR[part], name
+            assert not known & FORBIDDEN[part], name
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "alignkit.runtime.families"])
 def test_families_are_named_in_one_file(name):
-    """Elsewhere a family is an object: no name of one, and no comparison with "cpu"."""
+    """Other files use family objects: they hold no family name, and compare nothing with "cpu"."""
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.Compare):
-            said = [n.value for n in (node.left, *node.comparators) if isinstance(n, ast.Constant)]
-            assert "cpu" not in said and "cuda" not in said, f"line {node.lineno}"
+            constants = [n.value for n in (node.left, *node.comparators) if isinstance(n, ast.Constant)]
+            assert "cpu" not in constants and "cuda" not in constants, f"line {node.lineno}"
         if isinstance(node, ast.Constant):
             assert node.value != "sm90", f"line {node.lineno}"
 
 
 def test_variables_are_named_in_one_file():
-    """Elsewhere one of alignkit's is an attribute of `config.Config`."""
+    """Other files use attributes of `config.Config`."""
     for name, path in FILES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and name != "alignkit.config":

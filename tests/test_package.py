@@ -1,4 +1,4 @@
-"""The package: importing it imports no engine, and each half works where the other engine is not installed."""
+"""The package: importing it imports no engine, and each half works without the other engine."""
 
 import importlib.util
 import os
@@ -42,10 +42,12 @@ def test_importing_alignkit_imports_no_engine():
     )
 
 
-def test_what_stands_below_is_there_when_it_is_used():
+def test_submodules_are_imported_on_first_use():
     python(
         "import inspect, sys, alignkit\n"
         "assert {'drift', 'ops', 'patch_vllm'} <= set(dir(alignkit)) and 'alignkit.ops' not in sys.modules\n"
+        "assert 'alignkit.dist' not in sys.modules and 'dist' in dir(alignkit)\n"
+        "assert alignkit.dist.TP(None).size == 1\n"
         "assert alignkit.drift.compare_tensors and alignkit.ops.linear and alignkit.integrations\n"
         "assert not alignkit.vllm.status()['patched'] and not alignkit.megatron.status()['patched']\n"
         "for half in (alignkit.vllm, alignkit.megatron):\n"
@@ -80,12 +82,12 @@ def test_a_missing_engine_is_named():
         assert blocked in out.lower(), out
 
 
-def test_the_kernels_of_this_checkout_are_built():
+def test_kernels_of_this_checkout_are_built():
     assert native.available()
 
 
 def test_no_code_is_shared_between_instruction_sets():
-    """A function that the linker merges runs on every processor, but was compiled for one."""
+    """A function that the linker merges runs on every CPU, but was compiled for one instruction set."""
     symbols = subprocess.run(["nm", "--demangle", native.LIBRARY], capture_output=True, text=True, check=True).stdout
     shared = [
         line
@@ -95,7 +97,7 @@ def test_no_code_is_shared_between_instruction_sets():
     assert not shared, shared
 
 
-# Builds in the folder it runs in, without nvcc if so asked.
+# Calls a build hook in the current folder; argument 3 hides nvcc.
 BUILD = """
 import shutil, sys
 which = shutil.which
@@ -119,8 +121,8 @@ def build(what: str, sources: Path, out: Path, nvcc: bool = False) -> Path:
 
 
 @pytest.mark.slow
-def test_the_sources_build_and_pass_doctor_where_there_is_no_checkout(tmp_path):
-    """Checkout -> sdist -> wheel -> an environment that has what alignkit needs, and no alignkit."""
+def test_wheel_from_the_sdist_passes_doctor_without_a_checkout(tmp_path):
+    """Checkout -> sdist -> wheel -> an environment with alignkit's dependencies only."""
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT / "alignkit", checkout / "alignkit", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copytree(ROOT / "csrc", checkout / "csrc")
@@ -129,7 +131,7 @@ def test_the_sources_build_and_pass_doctor_where_there_is_no_checkout(tmp_path):
     with tarfile.open(build("build_sdist", checkout, tmp_path)) as sdist:
         sdist.extractall(tmp_path / "sdist", filter="data")
     (unpacked,) = (tmp_path / "sdist").iterdir()
-    # nvcc takes minutes, but not where the checkout has what it compiled.
+    # nvcc takes minutes, unless the checkout's objects can be reused.
     cuda = (ROOT / "build/objects/csrc/sm90/identity.hash").exists()
     if cuda:
         shutil.copytree(ROOT / "build/objects", unpacked / "build/objects")
@@ -147,16 +149,15 @@ def test_the_sources_build_and_pass_doctor_where_there_is_no_checkout(tmp_path):
     assert not [name for name in inside if name.startswith(("tests", "csrc", "benchmarks", "build"))]
 
     venv.create(tmp_path / "venv", symlinks=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    interpreter = tmp_path / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", interpreter, "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, wheel], check=True)
-    # A .pth file in a folder that a .pth file names is not read, so the editable installation that the tests run from
-    # stays out.
+    # Python does not read .pth files of folders that a .pth file adds, so the tests' editable install stays out.
     folder = Path(sysconfig.get_path("purelib", vars={"base": tmp_path / "venv", "platbase": tmp_path / "venv"}))
     needed = {str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in ("torch", "numpy", "click")}
     (folder / "needed.pth").write_text("\n".join(sorted(needed)) + "\n")
     done = subprocess.run(
-        [python.with_name("alignkit"), "doctor"],
+        [interpreter.with_name("alignkit"), "doctor"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -166,7 +167,7 @@ def test_the_sources_build_and_pass_doctor_where_there_is_no_checkout(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("built for sm_90a" in done.stdout) == cuda
     where = subprocess.run(
-        [python, "-c", "import alignkit; print(alignkit.__file__)"],
+        [interpreter, "-c", "import alignkit; print(alignkit.__file__)"],
         cwd=tmp_path,
         text=True,
         capture_output=True,

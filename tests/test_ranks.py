@@ -1,4 +1,4 @@
-"""What the ranks of tests say when one of them is no more."""
+"""Test ranks report a rank whose process has ended."""
 
 import os
 import time
@@ -12,7 +12,7 @@ def _rank_1_aborts(tp):
     return tp.rank
 
 
-def test_a_process_that_ends_is_told_at_once():
+def test_aborted_rank_is_reported_without_a_timeout():
     with Ranks(2) as ranks:
         ranks.run(2, str)
         started = time.monotonic()

@@ -1,5 +1,7 @@
-"""The CUDA kernels, without a GPU: which nvcc builds them and what it is that is built again, what becomes of an installation
-without one, and that their machine code keeps the tensor cores fed: loops of products whose sums stay in registers."""
+"""Build of the CUDA kernels, without a GPU: the choice of nvcc, incremental builds, installation without nvcc.
+
+The machine code must keep the tensor cores busy: MMA loops with accumulators in registers.
+"""
 
 import ctypes
 import importlib.util
@@ -28,9 +30,9 @@ SPEC.loader.exec_module(setup)
 OBJECTS = setup.OBJECTS
 
 TENSOR_CORES = re.compile("attention|head|gemm|delta|gate_up|down|matrix_gradients")
-"""In the names of the kernels that multiply by tensor cores."""
-PRODUCTS = ("HGMMA", "HMMA")
-"""Of a group of warps, asynchronous, and of a warp."""
+"""Pattern that a kernel's name matches if and only if it uses tensor cores."""
+MMA_OPCODES = ("HGMMA", "HMMA")
+"""Tensor core opcodes: asynchronous, per warpgroup; synchronous, per warp."""
 BAD_KERNEL = """
 __global__ void bad_gemm(float* out, unsigned long long a, int n) {
   float d[4] = {}, local[64];
@@ -38,9 +40,9 @@ __global__ void bad_gemm(float* out, unsigned long long a, int n) {
     for (int j = 0; j < 4; ++j) {
       asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %4, 1, 1, 1, 0, 0;"
                    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a + j));
-      d[0] += 1.0f;  // a product must wait for this, and this for the one before
+      d[0] += 1.0f;  // serializes the MMAs
     }
-    local[(i * n) % 64] = d[1];  // an array with a computed index is in memory
+    local[(i * n) % 64] = d[1];  // a dynamic index puts the array into local memory
     out[i] = local[n % 64];
   }
   out[n] = d[0] + d[1] + d[2] + d[3];
@@ -50,22 +52,22 @@ __global__ void idle_gemm(float* out) { *out = 1.0f; }
 
 
 Code = list[tuple[int, str, str]]
-"""A kernel's instructions: address, opcode without its modifiers, the rest."""
+"""A kernel's instructions: address, opcode without modifiers, operands."""
 
 
 def compiled(ext: Extension) -> tuple[str, dict[str, Code]]:
-    """What nvcc said, and the code of each kernel by its mangled name. What a build has compiled is not compiled again."""
+    """Return nvcc's log and the code of each kernel by mangled name, reusing objects of an earlier build."""
     nvcc = setup.find_nvcc()
     assert nvcc, "no nvcc: the requirements of `make test` hold one"
     disassembler = shutil.which("cuobjdump") or (
         Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump"
     )
 
-    def one(kept) -> tuple[str, str]:
-        if not kept.current():
-            kept.compile(partial(setup.nvcc_compile, nvcc))
-        sass = subprocess.run([disassembler, "-sass", kept.path], capture_output=True, text=True, check=True).stdout
-        return kept.log.read_text(), sass
+    def one(obj) -> tuple[str, str]:
+        if not obj.current():
+            obj.compile(partial(setup.nvcc_compile, nvcc))
+        sass = subprocess.run([disassembler, "-sass", obj.path], capture_output=True, text=True, check=True).stdout
+        return obj.log.read_text(), sass
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         logs, sass = zip(*pool.map(one, setup.cuda_objects(ext, nvcc)), strict=True)
@@ -80,26 +82,26 @@ def compiled(ext: Extension) -> tuple[str, dict[str, Code]]:
 
 
 def own_names(mangled: list[str]) -> list[str]:
-    """Without namespaces, template arguments and parameters."""
+    """Return function names without namespaces, template arguments and parameters."""
     text = subprocess.run(["c++filt", *mangled], capture_output=True, text=True, check=True).stdout
     return [re.match(r"(?:void )?(?:\w+::|\(anonymous namespace\)::)*(\w+)", line)[1] for line in text.splitlines()]
 
 
-def product_loops(code: Code) -> list[tuple[int, int]]:
-    """First and last address of the innermost loop around each product, and of all products."""
-    products = [address for address, opcode, _ in code if opcode in PRODUCTS]
+def mma_loops(code: Code) -> list[tuple[int, int]]:
+    """Return the first and last address of the innermost loop around each MMA, and of all MMAs."""
+    mmas = [address for address, opcode, _ in code if opcode in MMA_OPCODES]
     branches = [
         (int(to[1], 16), address)
         for address, opcode, operands in code
         if opcode == "BRA" and (to := re.search(r"0x([0-9a-f]+)", operands))
     ]
-    around = [[(begin, end) for begin, end in branches if begin <= product <= end] for product in products]
-    loops = {min(loops, key=lambda loop: loop[1] - loop[0]) for loops in around if loops}
-    return [*loops, (products[0], products[-1])] if products else []
+    enclosing = [[(begin, end) for begin, end in branches if begin <= mma <= end] for mma in mmas]
+    loops = {min(loops, key=lambda loop: loop[1] - loop[0]) for loops in enclosing if loops}
+    return [*loops, (mmas[0], mmas[-1])] if mmas else []
 
 
 def faults(log: str, kernels: dict[str, Code]) -> list[str]:
-    """What is wrong with the kernels, most of all those that multiply by tensor cores."""
+    """Return the faults of the kernels: spills and, for tensor core kernels, serialized MMAs and local memory."""
     found = [line for line in log.splitlines() if re.search("Potential Performance Loss|serialized|setmaxnreg", line)]
     spills = {
         name: (stores, loads)
@@ -113,19 +115,18 @@ def faults(log: str, kernels: dict[str, Code]) -> list[str]:
             found.append("{}: {} bytes of spill stores, {} of loads".format(mangled, *spills[mangled]))
         if not TENSOR_CORES.search(name):
             continue
-        loops = product_loops(kernels[mangled])
+        loops = mma_loops(kernels[mangled])
         if not loops:
-            found.append(f"{mangled}: no products")
+            found.append(f"{mangled}: no MMAs")
         if any(
             opcode in ("LDL", "STL") and any(begin <= address <= end for begin, end in loops)
             for address, opcode, _ in kernels[mangled]
         ):
-            found.append(f"{mangled}: local memory in a loop of products")
+            found.append(f"{mangled}: local memory in an MMA loop")
     return found
 
 
-def test_machine_code(monkeypatch):
-    """Of the objects that the library here was built from."""
+def test_machine_code_of_this_library_has_no_faults(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(setup, "OBJECTS", OBJECTS)
     log, kernels = compiled(setup.SM90)
@@ -133,16 +134,16 @@ def test_machine_code(monkeypatch):
     assert not faults(log, kernels)
 
 
-def test_faults_are_found(tmp_path):
+def test_machine_code_faults_are_found(tmp_path):
     source = tmp_path / "bad.cu"
     source.write_text(BAD_KERNEL)
     found = "\n".join(faults(*compiled(Extension(setup.SM90.name, [str(source)]))))
     assert "serialized" in found
-    assert re.search(r"bad_gemm\w+: local memory in a loop of products", found)
-    assert re.search(r"idle_gemm\w+: no products", found)
+    assert re.search(r"bad_gemm\w+: local memory in an MMA loop", found)
+    assert re.search(r"idle_gemm\w+: no MMAs", found)
 
 
-def test_built_in_this_checkout():
+def test_cuda_library_of_this_checkout_is_available():
     assert cuda.available()
     assert f"{'CUDA kernels':<15} built for sm_90a" in doctor.facts()
     with pytest.raises(BackendError, match="alignkit_head_statistics: .*invalid argument"):
@@ -150,7 +151,7 @@ def test_built_in_this_checkout():
 
 
 def nvcc(folder: Path, version: str) -> str:
-    """A program that says it is an nvcc."""
+    """Write a script that prints nvcc's version line; return its path."""
     folder.mkdir(parents=True)
     program = folder / "nvcc"
     program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.61'\n")
@@ -160,7 +161,7 @@ def nvcc(folder: Path, version: str) -> str:
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """Folders for an nvcc in each place that a user can choose; where there is none to begin with."""
+    """Return a folder for fake nvccs in the places that a user can choose; initially no place has one."""
     for variable in ("CUDACXX", "CUDA_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}/path:/bin")
@@ -171,7 +172,7 @@ def places(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_order_of_places(places, monkeypatch):
+def test_nvcc_search_order(places, monkeypatch):
     on_path = nvcc(places / "path", "13.0")
     assert setup.find_nvcc() == on_path
     of_home = nvcc(places / "home/bin", "12.8")
@@ -183,7 +184,7 @@ def test_the_order_of_places(places, monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["11.8", "12.7", "12", ""])
-def test_an_old_or_strange_nvcc_is_none(places, monkeypatch, version):
+def test_unsupported_nvcc_is_skipped(places, monkeypatch, version):
     monkeypatch.setenv("CUDACXX", nvcc(places / "named", version))
     assert setup.find_nvcc() is None
     newer = nvcc(places / "path", "12.8")
@@ -192,13 +193,13 @@ def test_an_old_or_strange_nvcc_is_none(places, monkeypatch, version):
 
 @pytest.fixture(autouse=True)
 def objects(tmp_path, monkeypatch) -> Path:
-    """None of the checkout's."""
+    """Use an empty object folder instead of the checkout's."""
     monkeypatch.setattr(setup, "OBJECTS", tmp_path / "objects")
     return setup.OBJECTS
 
 
 def build(sources: list[Path], folder: Path) -> Path:
-    """Runs build_ext with these sources of the CUDA kernels; returns where their library would be."""
+    """Run build_ext with these CUDA sources; return the path of the library."""
     sources = [str(source) for source in sources]
     command = setup.BuildKernels(Distribution({"ext_modules": [Extension(setup.SM90.name, sources)]}))
     command.build_lib = str(folder)
@@ -207,13 +208,13 @@ def build(sources: list[Path], folder: Path) -> Path:
     return folder / "alignkit/_sm90.so"
 
 
-def test_without_nvcc(places, monkeypatch, capsys):
+def test_build_without_nvcc_removes_a_stale_library(places, monkeypatch, capsys):
     stale = places / "alignkit/_sm90.so"
     stale.parent.mkdir()
     stale.write_text("of an earlier build")
     library = build([], places)
     assert library == stale and not library.exists()
-    assert "no nvcc 12.8 or newer was found" in capsys.readouterr().out
+    assert "nvcc 12.8 or newer not found; the CUDA kernels are not built" in capsys.readouterr().out
 
     monkeypatch.setattr(cuda, "LIBRARY", library)
     for function in (cuda.library, cuda.available):
@@ -223,28 +224,28 @@ def test_without_nvcc(places, monkeypatch, capsys):
         cuda.library()
 
 
-def test_with_nvcc(tmp_path, monkeypatch):
-    """A library is built again if it is of other sources than those that are here, however old they are."""
+def test_cuda_library_is_rebuilt_when_its_hash_changes(tmp_path, monkeypatch):
+    """File times do not matter."""
     source = tmp_path / "identity.cu"
     source.write_text(f'#include "{ROOT}/csrc/interface.h"\nALIGNKIT_IDENTITY\n')
     library = build([source], tmp_path)
     built.load(library, "sm90")
-    said = json.loads(library.with_name("built.json").read_text())
-    assert said == {part: _sources.of(part) for part in ("cpu", "sm90")}
-    made = library.stat().st_mtime_ns
+    hashes = json.loads(library.with_name("built.json").read_text())
+    assert hashes == {part: _sources.of(part) for part in ("cpu", "sm90")}
+    built_at = library.stat().st_mtime_ns
     build([source], tmp_path)
-    assert library.stat().st_mtime_ns == made
+    assert library.stat().st_mtime_ns == built_at
 
     monkeypatch.setattr(setup.hashes, "of", lambda part: f"1e{part}0")
     build([source], tmp_path)
-    assert library.stat().st_mtime_ns > made and b"1esm900" in library.read_bytes()
-    made = library.stat().st_mtime_ns
+    assert library.stat().st_mtime_ns > built_at and b"1esm900" in library.read_bytes()
+    built_at = library.stat().st_mtime_ns
     build([source], tmp_path)
-    assert library.stat().st_mtime_ns == made
+    assert library.stat().st_mtime_ns == built_at
 
 
-def test_the_cpu_kernels_are_built_by_their_sources(tmp_path, monkeypatch):
-    """One library for every Python; one of other sources in the checkout goes, though it is newer than those."""
+def test_cpu_library_is_rebuilt_when_its_hash_changes(tmp_path, monkeypatch):
+    """One library serves every Python; a newer library with another hash is replaced."""
     source, package = tmp_path / "identity.cpp", tmp_path / "alignkit"
     source.write_text(f'#include "{ROOT}/csrc/interface.h"\nALIGNKIT_IDENTITY\n')
     package.mkdir()
@@ -265,9 +266,9 @@ def test_the_cpu_kernels_are_built_by_their_sources(tmp_path, monkeypatch):
         return library.stat().st_mtime_ns
 
     monkeypatch.setattr(setup, "find_nvcc", lambda: None)
-    made = build()
+    built_at = build()
     built.load(library, "cpu")
-    assert build() == made and not (package / "built.json").exists()
+    assert build() == built_at and not (package / "built.json").exists()
     library.write_text("of other sources, and newer than what is built of these")
     build()
     built.load(library, "cpu")
@@ -276,7 +277,7 @@ def test_the_cpu_kernels_are_built_by_their_sources(tmp_path, monkeypatch):
     assert b"1ecpu0" in library.read_bytes()
 
 
-def test_an_error_of_nvcc_fails_the_build(tmp_path, capfd):
+def test_nvcc_error_fails_the_build(tmp_path, capfd):
     source = tmp_path / "kernel.cu"
     source.write_text("no C++")
     with pytest.raises(ExecError, match="nvcc"):
@@ -287,18 +288,18 @@ def test_an_error_of_nvcc_fails_the_build(tmp_path, capfd):
 @pytest.mark.parametrize(
     "extension,suffix", [(setup.CPU, "cpp"), pytest.param(setup.SM90, "cu", marks=pytest.mark.slow)]
 )
-def test_what_changed_is_compiled_again(extension, suffix, objects, tmp_path, monkeypatch, capfd):
-    """A file, or each that includes it, or is compiled otherwise; the identity whenever anything changed."""
+def test_only_changed_files_are_recompiled(extension, suffix, objects, tmp_path, monkeypatch, capfd):
+    """A changed header, flag or compiler counts too; the identity file is recompiled on every change."""
     sources = {name: tmp_path / f"{name}.{suffix}" for name in ("one", "two", "identity")}
     header = tmp_path / "a header.h"
     header.write_text("inline int three() { return 3; }\n")
     sources["one"].write_text('extern "C" int one() { return 1; }\n')
     sources["two"].write_text('#include "a header.h"\nextern "C" int two() { return three(); }\n')
     sources["identity"].write_text(f'#include "{ROOT}/csrc/interface.h"\nALIGNKIT_IDENTITY\n')
-    of = iter(range(100))
+    counter = iter(range(100))
 
     def compiled(force: bool = False) -> set[str]:
-        hashed = f"{next(of)}of{suffix}"
+        hashed = f"{next(counter)}of{suffix}"
         monkeypatch.setattr(setup.hashes, "of", lambda part: hashed)
         command = setup.BuildKernels(
             Distribution({"ext_modules": [Extension(extension.name, [*map(str, sources.values())], language="c++")]})
@@ -308,12 +309,12 @@ def test_what_changed_is_compiled_again(extension, suffix, objects, tmp_path, mo
         command.run()
         library = tmp_path / f"lib/alignkit/_{setup.part(extension)}.so"
         assert hashed.encode() in library.read_bytes()
-        said = capfd.readouterr().out
-        return {name for name, source in sources.items() if f"compiles {source} " in said}
+        output = capfd.readouterr().out
+        return {name for name, source in sources.items() if f"compiling {source} " in output}
 
     assert compiled() == {"one", "two", "identity"}
     assert compiled() == {"identity"}
-    sources["one"].touch()  # of the same content
+    sources["one"].touch()  # same content
     assert compiled() == {"identity"}
     sources["one"].write_text('extern "C" int one() { return 11; }\n')
     assert compiled() == {"one", "identity"}
@@ -331,8 +332,8 @@ def test_what_changed_is_compiled_again(extension, suffix, objects, tmp_path, mo
     assert compiled() == {"identity"}
 
 
-def test_what_changes_while_it_is_compiled_is_compiled_again(objects, tmp_path):
-    """The object may be of either content."""
+def test_source_changed_during_compilation_is_recompiled(objects, tmp_path):
+    """The object may hold either content."""
     source = tmp_path / "one.cpp"
     source.write_text("int one;\n")
     one = setup.Object(str(source), [], [])
@@ -340,7 +341,7 @@ def test_what_changes_while_it_is_compiled_is_compiled_again(objects, tmp_path):
     def compiler(compiled, options, *, meanwhile):
         subprocess.run(["c++", *options, "-c", source, "-o", compiled.path], check=True)
         if meanwhile:
-            time.sleep(0.05)  # clocks of files are coarse
+            time.sleep(0.05)  # file timestamps are coarse
             source.write_text(meanwhile)
 
     one.compile(partial(compiler, meanwhile="int two;\n"))

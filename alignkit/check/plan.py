@@ -1,4 +1,8 @@
-"""What a check runs: the rows of its table, and the engines (one process each) that they need."""
+"""Plan of a check: the rows of its table and the engine jobs, one process each, that the rows need.
+
+Names of rollouts and trainings (see `Row`) are stored in check.json and benchmarks/results; `alignkit check
+--training` takes those of trainings. Fields of a job are documented in `rollout` and `train`.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +18,33 @@ import torch
 from ..errors import InputError
 
 ROLLOUT, TRAINING = "alignkit.check.rollout", "alignkit.check.train"
-"""What a job of either kind runs."""
+"""Modules that rollout and training jobs run."""
 DTYPES = ("bfloat16", "float32")
 PROMPT_LENGTHS = (3, 17, 64, 65, 129, 190, 256, 300)
-"""Shorter and longer than a chunk, and on its borders; the long ones fill cached blocks."""
+"""Lengths below, at and above multiples of a chunk; the long prompts fill prefix-cache blocks."""
 CHUNK = 64
+"""Tokens per step of a `chunked` rollout."""
 MIXTURE = "qwen3_moe"
-"""Family of the mixture of experts of `mixture_rows`."""
+"""Family of the MoE model in `mixture_rows`."""
 _KINDS = ("chunked", "eager", "v1", "ep", "routed", "ep-routed")
-"""Rollouts whose batch is sampled by an engine of their own."""
+"""Rollouts that sample the batch with a separate engine."""
 _TRAINING = re.compile(r"tp\d+(-sp)?(-ep\d+)?(-te)?(-pp\d+)?(-cp\d+)?-(one|padded|packed)")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of check.json: which rollout is compared with which training.
+    """One row of check.json: a rollout compared with a training.
 
-    rollout: ``batch``, ``one``, ``prefix``, ``prompt_logprobs``, ``chunked``, ``eager`` or ``v1``; on more than
-    one rank ``tp2`` for a batch and ``tp2-one``, ``tp2-eager``, ... for the others; ``tp2-ep``: each rank has whole experts.
-    ``dp2``, ``dp2-ep``, ``tp2-dp2-ep``, ...: of two replicas of so many ranks (vLLM's data parallelism), which share experts.
-    ``routed``, ``tp2-routed``, ``tp2-ep-routed``: as the batch, and on a GPU too the choices of the routers are saved.
-    training: ``tp1``, ``tp2``, ``tp2-sp`` (sequence parallelism), ``tp1-ep2`` and ``tp2-sp-ep2`` (expert parallelism), ..., then
-    of ``-te`` (TransformerEngine's layer spec), ``-pp2`` (pipeline stages) and ``-cp2`` (context parallelism) what there is, in
-    this order, then ``-one``, ``-padded`` or ``-packed``.
-    model: family of a model beside the one that the check is of; "": of that one.
+    rollout: ``batch``, ``one``, ``prefix``, ``prompt_logprobs``, ``chunked``, ``eager`` or ``v1``. On several ranks
+    ``tp2`` is the batch, and ``tp2-one``, ``tp2-eager``, ... are the others. ``-ep``: each rank has whole experts.
+    ``dp2``, ``dp2-ep``, ``tp2-dp2-ep``, ...: two replicas (vLLM's data parallelism), which share experts with ``-ep``.
+    ``routed``, ``tp2-routed``, ``tp2-ep-routed``: the batch with router scores saved, on GPUs too.
+
+    training: ``tp1``, ``tp2``, ``tp2-sp`` (sequence parallelism), ``tp1-ep2``, ``tp2-sp-ep2`` (expert parallelism), ...
+    Then optionally, in this order, ``-te`` (TransformerEngine's layer spec), ``-pp2`` (pipeline stages) and ``-cp2``
+    (context parallelism). Last ``-one``, ``-padded`` or ``-packed``.
+
+    model: family of an additional model; "" for the check's main model.
     """
 
     dtype: str
@@ -47,14 +54,14 @@ class Row:
     model: str = ""
 
     def __str__(self) -> str:
-        of = f"{self.model} " if self.model else ""
-        return f"{of}{self.dtype} {_state(self.patched)}: {self.rollout} against {self.training}"
+        prefix = f"{self.model} " if self.model else ""
+        return f"{prefix}{self.dtype} {_state(self.patched)}: {self.rollout} against {self.training}"
 
     @property
-    def named(self) -> str:
-        """How names of its engines and files begin."""
-        of = f"{self.model}-" if self.model else ""
-        return f"{of}{self.dtype}-{_state(self.patched)}"
+    def name_prefix(self) -> str:
+        """Prefix of the names of the row's engines and files."""
+        prefix = f"{self.model}-" if self.model else ""
+        return f"{prefix}{self.dtype}-{_state(self.patched)}"
 
     @property
     def rollout_tp(self) -> int:
@@ -62,12 +69,12 @@ class Row:
 
     @property
     def rollout_dp(self) -> int:
-        """Replicas of the rollout."""
+        """Number of data-parallel replicas of the rollout."""
         return _rollout(self.rollout).dp
 
     @property
     def rollout_ep(self) -> bool:
-        """Whether each rank of the rollout has whole experts."""
+        """True if each rank of the rollout has whole experts."""
         return _rollout(self.rollout).kind.startswith("ep")
 
     @property
@@ -76,27 +83,27 @@ class Row:
 
     @property
     def training_ep(self) -> int:
-        """Expert-parallel ranks of the training."""
+        """Expert-parallel size of the training."""
         return self._size("ep")
 
     @property
     def training_pp(self) -> int:
-        """Pipeline stages of the training."""
+        """Pipeline-parallel size of the training."""
         return self._size("pp")
 
     @property
     def training_cp(self) -> int:
-        """Ranks of the training that share each sequence."""
+        """Context-parallel size of the training."""
         return self._size("cp")
 
     @property
     def spec(self) -> str:
-        """The layer spec of the training, as of a job."""
+        """Layer spec of the training, as in a job."""
         return "te" if "-te-" in self.training else "local"
 
     @property
     def layout(self) -> dict[str, int | str]:
-        """Of the training, as of a job."""
+        """Parallel sizes and layer spec of the training, as in a job."""
         return {
             "tp": self.training_tp,
             "ep": self.training_ep,
@@ -105,9 +112,9 @@ class Row:
             "spec": self.spec,
         }
 
-    def _size(self, of: str) -> int:
-        found = re.search(rf"-{of}(\d+)-", self.training)
-        return 1 if found is None else int(found[1])
+    def _size(self, kind: str) -> int:
+        match = re.search(rf"-{kind}(\d+)-", self.training)
+        return 1 if match is None else int(match[1])
 
     @property
     def sequence_parallel(self) -> bool:
@@ -116,7 +123,7 @@ class Row:
 
 @dataclass(eq=False)
 class Job:
-    """One engine in one process: `python -m <module> <name>.json`."""
+    """One engine in one process, started as `python -m <module> <name>.json`."""
 
     name: str
     module: str
@@ -125,7 +132,7 @@ class Job:
 
     @property
     def slots(self) -> int:
-        """Processes it computes in."""
+        """Number of engine ranks."""
         sizes = [self.spec.get(name, 1) for name in ("tp", "dp", "pp", "cp")]
         return max(math.prod(sizes), self.spec.get("ep", 1))
 
@@ -133,14 +140,16 @@ class Job:
     def outputs(self) -> list[Path]:
         return [Path(run["out"]) for run in self.spec["runs"]]
 
-    def leave_out(self, lost: set[Path]) -> None:
-        """Drops the runs whose input is among `lost`."""
-        self.spec["runs"] = [run for run in self.spec["runs"] if "in" not in run or Path(run["in"]) not in lost]
+    def drop_runs(self, missing: set[Path]) -> None:
+        """Remove the runs whose input is in `missing`."""
+        self.spec["runs"] = [run for run in self.spec["runs"] if "in" not in run or Path(run["in"]) not in missing]
 
 
 def rollouts(tp: int, gpu: bool = False, experts: bool = False) -> list[str]:
-    """Names of the rollouts; tp: the largest tensor-parallel size. On a GPU vLLM compiles and captures CUDA
-    graphs, and one rollout does neither; on a CPU none does."""
+    """Return the names of the rollouts up to tensor-parallel size `tp`.
+
+    vLLM compiles and captures CUDA graphs in all GPU rollouts but `eager`. All CPU rollouts are eager.
+    """
     return (
         ["batch", "one", "chunked", "prefix", "prompt_logprobs"]
         + (["eager"] if gpu else [])
@@ -150,15 +159,18 @@ def rollouts(tp: int, gpu: bool = False, experts: bool = False) -> list[str]:
 
 
 def trainings(tp: int, experts: bool = False) -> list[str]:
-    """Names of the trainings; tp: the largest tensor-parallel size, and of a model with experts the expert-parallel one."""
+    """Return the names of the trainings up to tensor-parallel size `tp`, and expert-parallel size `tp` with experts."""
     engines = ["tp1"] + ([f"tp{tp}", f"tp{tp}-sp"] if tp > 1 else [])
     engines += [f"tp1-ep{tp}", f"tp{tp}-sp-ep{tp}"] if tp > 1 and experts else []
     return [f"{engine}-{mode}" for engine in engines for mode in ("one", "padded")]
 
 
 def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False, experts: bool = False) -> list[Row]:
-    """The rows of the table. `full`: every pair. Otherwise each mechanism once: in the first dtype every
-    rollout against one training and one rollout against every training, in the others two pairs."""
+    """Return the rows of the table, stock rows first.
+
+    full: every pair of rollout and training. Otherwise the first dtype has every rollout against one training and one
+    rollout against every training, and each other dtype has two pairs.
+    """
     pairs = []
     for dtype in dtypes:
         if full:
@@ -173,24 +185,27 @@ def rows(dtypes: list[str], tp: int, full: bool, gpu: bool = False, experts: boo
         Row(dtype, rollout, training, patched)
         for patched in (False, True)
         for dtype, rollout, training in pairs
-        # On the CPU stock vLLM's workers die of an illegal instruction where they share experts.
+        # Stock vLLM's CPU workers crash with an illegal instruction if they share experts.
         if patched or gpu or not experts or _rollout(rollout).ranks == 1
     ]
 
 
 def mixture_rows(dtype: str) -> list[Row]:
-    """The few of a mixture of experts beside the rows of a dense model; not "one", which takes longer than all else."""
+    """Return the MoE rows that accompany a dense model; mode "one" is omitted because it is the slowest."""
     pairs = (("batch", "tp1-padded"), ("prompt_logprobs", "tp1-one"))
     return [Row(dtype, *pair, patched, MIXTURE) for patched in (False, True) for pair in pairs]
 
 
 def against_batch(dtypes: list[str], trainings: list[str]) -> list[Row]:
-    """The rows of `trainings`, by name, each compared with a batch; stock where stock Megatron runs so.
+    """Return the rows that compare each training with a batch, with stock rows if stock Megatron supports the training.
 
-    Raises InputError for what is no name of a training."""
+    Raises InputError for an invalid training name.
+    """
     for name in trainings:
         if not _TRAINING.fullmatch(name):
-            raise InputError(f"training: {name!r} is not of the form tp1[-sp][-ep2][-te][-pp2][-cp2]-one|padded|packed")
+            raise InputError(
+                f"training: expected the form tp1[-sp][-ep2][-te][-pp2][-cp2]-one|padded|packed, got {name!r}"
+            )
     rows = [Row(d, "batch", t, patched) for patched in (False, True) for d in dtypes for t in dict.fromkeys(trainings)]
     return [
         row
@@ -200,31 +215,35 @@ def against_batch(dtypes: list[str], trainings: list[str]) -> list[Row]:
 
 
 def rollout_file(out: Path, row: Row) -> Path:
-    return out / "logprobs" / f"{row.named}-rollout-{row.rollout}.safetensors"
+    return out / "logprobs" / f"{row.name_prefix}-rollout-{row.rollout}.safetensors"
 
 
 def training_file(out: Path, row: Row) -> Path:
-    return out / "logprobs" / f"{row.named}-training-{row.training}-of-{row.rollout}.safetensors"
+    return out / "logprobs" / f"{row.name_prefix}-training-{row.training}-of-{row.rollout}.safetensors"
 
 
 def routed(row: Row, gpu: bool) -> bool:
-    """Whether the choices of both sides' routers are saved, in a model that has any."""
+    """Return True if an MoE model's expert choices are saved on both sides of this row."""
     rollout = _rollout(row.rollout)
-    return _watched(rollout, gpu) and _routed(rollout.mode) and row.training_pp == row.training_cp == 1
+    return (
+        _records_routing(rollout, gpu)
+        and _computes_all_tokens(rollout.mode)
+        and row.training_pp == row.training_cp == 1
+    )
 
 
-def _watched(rollout: _Rollout, gpu: bool) -> bool:
-    """Whether an engine is one whose routers can be looked at: eager, of vLLM's V1 runner, and of one replica."""
+def _records_routing(rollout: _Rollout, gpu: bool) -> bool:
+    """Return True for an engine whose routers can be recorded: eager, V1 model runner, one replica."""
     return rollout.dp == 1 and (not gpu or "routed" in rollout.kind)
 
 
-def _routed(mode: str) -> bool:
-    """Of a run; from a warm prefix cache not all tokens are computed."""
+def _computes_all_tokens(mode: str) -> bool:
+    """Return False for runs that take tokens from the prefix cache."""
     return mode != "prefix"
 
 
 def draw_prompts(vocab: int, seed: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
-    """Random token ids, a prompt of each of `lengths`; the same for the same seed."""
+    """Return random prompts of token ids, one per length, deterministic in the seed."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
 
@@ -244,38 +263,38 @@ def jobs(
     prefix: str = "",
     experts: bool = False,
 ) -> list[Job]:
-    """The engines that `wanted`, rows of one model, needs, each once, rollouts first, those on more ranks before the others.
+    """Return the engine jobs of `wanted`, rows of one model: rollouts first, then by descending number of ranks.
 
-    models: HF directory by dtype. chunk: tokens in a chunk of a ``chunked`` prefill. micro_batch: tokens, with
-    their padding, in a micro-batch of training, None for all at once. prefix: of the jobs' names. experts: of the models; the
-    choices of their routers are saved, on a GPU of the rollouts ``routed``.
+    models: HF directory by dtype. chunk: tokens per step of a ``chunked`` rollout. micro_batch: maximum tokens of a
+    training micro-batch, padding included; None for a single micro-batch. prefix: prefix of the jobs' names. experts:
+    the models are MoE; expert choices are saved, on GPUs for the ``routed`` rollouts only.
     """
-    first: list[Job] = []
-    second: list[Job] = []
+    rollout_jobs: list[Job] = []
+    training_jobs: list[Job] = []
     for dtype, patched in dict.fromkeys((row.dtype, row.patched) for row in wanted):
-        mine = [row for row in wanted if (row.dtype, row.patched) == (dtype, patched)]
+        selected = [row for row in wanted if (row.dtype, row.patched) == (dtype, patched)]
         common = {"model": str(models[dtype]), "dtype": dtype, "patched": patched}
-        named = f"{prefix}{mine[0].named}"
+        name = f"{prefix}{selected[0].name_prefix}"
 
         engines: dict[str, dict[str, str]] = {}
-        for name in dict.fromkeys(row.rollout for row in mine):
-            asked = _rollout(name)
-            runs = engines.setdefault(asked.engine, {})
-            if asked.mode == "prompt_logprobs":  # it evaluates the tokens sampled there
-                runs.setdefault("batch", str(rollout_file(out, replace(mine[0], rollout=asked.batch))))
-            runs[asked.mode] = str(rollout_file(out, replace(mine[0], rollout=name)))
+        for rollout_name in dict.fromkeys(row.rollout for row in selected):
+            rollout = _rollout(rollout_name)
+            runs = engines.setdefault(rollout.engine, {})
+            if rollout.mode == "prompt_logprobs":  # evaluates the tokens sampled by the batch
+                runs.setdefault("batch", str(rollout_file(out, replace(selected[0], rollout=rollout.batch))))
+            runs[rollout.mode] = str(rollout_file(out, replace(selected[0], rollout=rollout_name)))
         for engine, runs in engines.items():
-            made = _rollout(engine)
-            kind, watched = made.kind, experts and _watched(made, gpu)
+            rollout = _rollout(engine)
+            kind, routing = rollout.kind, experts and _records_routing(rollout, gpu)
             spec = common | {
-                "tp": made.tp,
-                "dp": made.dp,
+                "tp": rollout.tp,
+                "dp": rollout.dp,
                 "expert_parallel": kind.startswith("ep"),
                 "eager": not gpu or kind == "eager",
                 "runner": "v2" if gpu and kind != "v1" else "v1",
                 "max_num_batched_tokens": chunk if kind == "chunked" else None,
                 "runs": [
-                    {"mode": mode, "out": path} | ({"routing": True} if watched and _routed(mode) else {})
+                    {"mode": mode, "out": path} | ({"routing": True} if routing and _computes_all_tokens(mode) else {})
                     for mode, path in runs.items()
                 ],
                 "prompts": prompts,
@@ -284,12 +303,12 @@ def jobs(
                 "seed": seed,
                 "tokens_from": runs["batch"] if "prompt_logprobs" in runs else None,
             }
-            if watched:
+            if routing:
                 spec |= {"eager": True, "runner": "v1"}
-            first.append(Job(f"{named}-rollout-{engine}", ROLLOUT, spec))
+            rollout_jobs.append(Job(f"{name}-rollout-{engine}", ROLLOUT, spec))
 
-        for engine in dict.fromkeys(row.training.rpartition("-")[0] for row in mine):
-            of_engine = [row for row in mine if row.training.rpartition("-")[0] == engine]
+        for engine in dict.fromkeys(row.training.rpartition("-")[0] for row in selected):
+            engine_rows = [row for row in selected if row.training.rpartition("-")[0] == engine]
             runs = [
                 {
                     "mode": row.training.rpartition("-")[2],
@@ -297,23 +316,23 @@ def jobs(
                     "out": str(training_file(out, row)),
                 }
                 | ({"routing": True} if experts and routed(row, gpu) else {})
-                for row in of_engine
+                for row in engine_rows
             ]
             spec = common | {
-                **of_engine[0].layout,
-                "sequence_parallel": of_engine[0].sequence_parallel,
+                **engine_rows[0].layout,
+                "sequence_parallel": engine_rows[0].sequence_parallel,
                 "micro_batch": micro_batch,
                 "runs": runs,
             }
-            second.append(
+            training_jobs.append(
                 Job(
-                    f"{named}-training-{engine}",
+                    f"{name}-training-{engine}",
                     TRAINING,
                     spec,
-                    needs=list(dict.fromkeys(rollout_file(out, row) for row in of_engine)),
+                    needs=list(dict.fromkeys(rollout_file(out, row) for row in engine_rows)),
                 )
             )
-    return [job for half in (first, second) for job in sorted(half, key=lambda job: -job.slots)]
+    return [job for group in (rollout_jobs, training_jobs) for job in sorted(group, key=lambda job: -job.slots)]
 
 
 def write(job: Job, path: Path) -> None:
@@ -325,7 +344,7 @@ def _state(patched: bool) -> str:
 
 
 class _Rollout(NamedTuple):
-    """What a rollout's name says. kind: of engine, or ""; mode: of the run."""
+    """Parsed name of a rollout; kind is from `_KINDS` or "", mode is that of the run."""
 
     tp: int
     dp: int
@@ -343,8 +362,8 @@ class _Rollout(NamedTuple):
 
     @property
     def batch(self) -> str:
-        """The rollout of a batch on as many ranks."""
-        return "-".join(f"{of}{n}" for of, n in (("tp", self.tp), ("dp", self.dp)) if n > 1) or "batch"
+        """Name of the batch rollout on the same number of ranks."""
+        return "-".join(f"{kind}{n}" for kind, n in (("tp", self.tp), ("dp", self.dp)) if n > 1) or "batch"
 
 
 def _rollout(name: str) -> _Rollout:

@@ -1,4 +1,7 @@
-"""vLLM's data parallelism for those who know ``vllm.LLM``: one front end, and replicas that step together."""
+"""vLLM data parallelism behind the interface of ``vllm.LLM``: one front end and replicas that step together.
+
+Methods have the names and arguments of ``vllm.LLM``.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,24 @@ import weakref
 from typing import Any
 
 PATIENCE = 60
-"""Seconds that an engine's processes have to end. vLLM's five are too few on a busy machine: it kills them, and raises if one ends just
-then."""
+"""Shutdown timeout of an engine's processes in seconds.
+
+vLLM's default of 5 is too short on a busy machine: vLLM kills the processes, and raises if one exits meanwhile.
+"""
 
 
 class Replicas:
-    """What of a ``vllm.LLM`` the rollouts of a check ask for, of an engine with ``data_parallel_size`` replicas. vLLM's LLM has one
-    only; its server has several, by the class that is used here.
+    """Engine with ``data_parallel_size`` replicas and the subset of the ``vllm.LLM`` interface used by rollouts.
 
-    arguments: of ``vllm.LLM``. `shutdown` ends the engine's processes; so does the end of the last reference to it.
+    ``vllm.LLM`` supports one replica only; this class uses the async engine of vLLM's server. `arguments` are those of
+    ``vllm.LLM``. The engine's processes stop on `shutdown` or when the object is garbage-collected.
     """
 
     def __init__(self, model: str, **arguments: Any) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        async def start() -> AsyncLLM:  # it looks for a loop that runs
+        async def start() -> AsyncLLM:  # needs a running event loop
             return AsyncLLM.from_engine_args(AsyncEngineArgs(model, disable_log_stats=True, **arguments))
 
         runner = asyncio.Runner()
@@ -31,10 +36,10 @@ class Replicas:
         except BaseException:
             runner.close()
             raise
-        self._wait = runner.run
+        self._run = runner.run
         self._shutdown = weakref.finalize(self, _end, self._engine, runner)
         self._replicas = arguments["data_parallel_size"]
-        self._asked = 0
+        self._requests = 0
         self.vllm_config, self.engine_core = self._engine.vllm_config, self._engine.engine_core
 
     @property
@@ -42,38 +47,38 @@ class Replicas:
         return self
 
     def generate(self, prompts: list[Any], params: Any, use_tqdm: bool = False) -> list[Any]:
-        """The output of each prompt, sent to the replicas in turn, the first one to the first."""
+        """Return the output of each prompt; prompts are sent to the replicas round-robin, starting with the first."""
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.FINAL_ONLY
 
         async def answer(index: int, prompt: Any) -> Any:
-            self._asked += 1
-            where = index % self._replicas
-            async for output in self._engine.generate(prompt, params, str(self._asked), data_parallel_rank=where):
+            self._requests += 1
+            replica = index % self._replicas
+            async for output in self._engine.generate(prompt, params, str(self._requests), data_parallel_rank=replica):
                 if output.finished:
                     return output
-            raise RuntimeError(f"prompt {index}: no answer")
+            raise RuntimeError(f"prompt {index}: the engine returned no finished output")
 
-        async def every() -> list[Any]:
+        async def answer_all() -> list[Any]:
             return await asyncio.gather(*(answer(i, prompt) for i, prompt in enumerate(prompts)))
 
-        return self._wait(every())
+        return self._run(answer_all())
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Of the workers of the first replica; all are called."""
-        return self._wait(self._engine.collective_rpc(*args, **kwargs))
+        """Call a method on the workers of all replicas; return the results of the first replica."""
+        return self._run(self._engine.collective_rpc(*args, **kwargs))
 
     def reset_prefix_cache(self) -> None:
-        """Of all replicas."""
-        self._wait(self._engine.reset_prefix_cache())
+        """Reset the prefix cache of all replicas."""
+        self._run(self._engine.reset_prefix_cache())
 
     def shutdown(self) -> None:
-        """Ends the engine's processes and what waits for them here. A second call does nothing."""
+        """Stop the engine's processes and close the event loop; a second call does nothing."""
         self._shutdown()
 
 
 def _end(engine: Any, runner: asyncio.Runner) -> None:
     engine.engine_core.shutdown(timeout=PATIENCE)
     engine.shutdown()
-    runner.close()  # it runs what these have left to do, and cancels every task that still waits
+    runner.close()  # runs pending callbacks and cancels the remaining tasks

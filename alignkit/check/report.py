@@ -1,4 +1,7 @@
-"""What a person reads: the table on the terminal, and report.html, one file with everything in it."""
+"""Reports of a check: the terminal table and the self-contained report.html.
+
+Texts are for people; programs read check.json. The template report.html.j2 gets its variables from `write_html`.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from .machine import installed
 from .run import Compared, Result
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
-_WORST = 12
+_MAX_WORST = 12
 _STOCK, _PATCHED = "#c2410c", "#1d4ed8"
 
 
 def require_report_libraries() -> None:
-    """Raises UnsupportedError if what `write_html` needs is not installed."""
+    """Raise UnsupportedError if a library that `write_html` needs is not installed."""
     missing = [name for name in ("matplotlib", "jinja2") if not installed(name)]
     if missing:
         raise UnsupportedError(
@@ -32,8 +35,8 @@ def require_report_libraries() -> None:
 
 
 def table(result: Result) -> Table:
-    """One line for each pair of rollout and training, stock beside patched."""
-    # Narrow enough for 80 columns. The patched mean is left out: it is 0 where the maximum is.
+    """Return the terminal table: one line per pair of rollout and training, with stock and patched columns."""
+    # Fits in 80 columns. The patched mean is omitted: it is 0 whenever the maximum is.
     view = Table(
         box=box.SIMPLE_HEAD,
         padding=0,
@@ -60,13 +63,16 @@ def table(result: Result) -> Table:
             *(Text(cell, style=style) for cell in _cells(patched)[:2]),
         )
     if previous and previous[1]:
-        view.caption, view.caption_justify = f"* of a small mixture of experts ({previous[1]})", "left"
+        view.caption, view.caption_justify = f"* small MoE model ({previous[1]})", "left"
     return view
 
 
 def headline(result: Result) -> str:
-    """``Patched: 512 of 512 logprobs are bit-equal (1 of 1 rows). Stock: 3 of 512.`` And of a mixture of experts ``Tokens that
-    had other experts in training: patched 0 of 900, stock 41 of 900.``"""
+    """Return the summary sentences.
+
+    Example: ``Patched: 512 of 512 logprobs are bit-equal (1 of 1 rows). Stock: 3 of 512.`` For MoE models also ``Tokens
+    routed to other experts in training: patched 0 of 900, stock 41 of 900.``
+    """
 
     def counts(patched: bool) -> tuple[int, int, int, int]:
         reports = [c.report for c in result.compared if c.row.patched == patched]
@@ -79,36 +85,38 @@ def headline(result: Result) -> str:
 
     equal, tokens, good, rows = counts(True)
     stock_equal, stock_tokens, _, _ = counts(False)
-    said = (
+    text = (
         f"Patched: {equal} of {tokens} logprobs are bit-equal ({good} of {rows} rows). "
         f"Stock: {stock_equal} of {stock_tokens}."
     )
     if _routed(result):
-        other, stock_other = (_rerouted([c for c in result.compared if c.row.patched == p]) for p in (True, False))
-        said += f" Tokens that had other experts in training: patched {other}, stock {stock_other}."
-    return said
+        rerouted, stock_rerouted = (
+            _rerouted([c for c in result.compared if c.row.patched == p]) for p in (True, False)
+        )
+        text += f" Tokens routed to other experts in training: patched {rerouted}, stock {stock_rerouted}."
+    return text
 
 
 def _routed(result: Result) -> bool:
-    """Whether it is known of any row which experts its tokens had."""
+    """Return True if any row has recorded expert choices."""
     return any(c.routing for c in result.compared)
 
 
 def _rerouted(rows: list[Compared | None]) -> str:
-    """``41 of 900``, of all these together."""
+    """Return e.g. ``41 of 900``: rerouted tokens and tokens with known experts, summed over the rows."""
     known = [c.routing for c in rows if c is not None and c.routing]
     return f"{sum(n for n, _ in known)} of {sum(n for _, n in known)}" if known else ""
 
 
 def write_html(result: Result, path: Path) -> None:
-    """Writes the report: no script, and nothing that has to be fetched."""
+    """Write report.html, which has no scripts and no external resources."""
     import jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("alignkit.check", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     routed = _routed(result)
-    beside_stock = list(dict.fromkeys(stock.row.dtype for stock, _ in _pairs(result)))
+    dtypes = list(dict.fromkeys(stock.row.dtype for stock, _ in _pairs(result)))
     path.write_text(
         environment.get_template("report.html.j2").render(
             headline=headline(result),
@@ -124,7 +132,7 @@ def write_html(result: Result, path: Path) -> None:
                 for stock, patched in _lines(result)
             ],
             routed=routed,
-            sections=[_section(result, dtype) for dtype in beside_stock],
+            sections=[_section(result, dtype) for dtype in dtypes],
         )
     )
 
@@ -134,9 +142,9 @@ class _Section:
     dtype: str
     example: str
     plots: list[tuple[str, str]]
-    """(caption, data URI) of each."""
+    """(caption, data URI) per plot."""
     worst: list[tuple[str, TokenDifference, float]]
-    """(row, token, training - rollout) of the stock engines."""
+    """(row, token, training - rollout) for stock engines."""
     metrics: list[tuple[str, str, str]]
     """(name, stock, patched)."""
 
@@ -155,29 +163,29 @@ def _section(result: Result, dtype: str) -> _Section:
         example=f"{example[0].row.rollout} against {example[0].row.training}",
         plots=[
             (
-                "Differences of all rows. The leftmost bar counts logprobs with the same bits on both sides.",
+                "Differences over all rows. The leftmost bar counts logprobs without a difference.",
                 _histogram(stock, patched),
             ),
             (
-                "Each logprob as the rollout gave it and as training computed it again, and their difference: "
+                "Rollout and training logprob of each token, and their difference: "
                 f"{example[0].row.rollout} against {example[0].row.training}.",
                 _scatter(*example),
             ),
-            ("Mean difference at each sampled position, over all rows.", _by_position(stock, patched)),
+            ("Mean absolute difference at each sampled position, over all rows.", _by_position(stock, patched)),
         ],
-        worst=worst[:_WORST],
+        worst=worst[:_MAX_WORST],
         metrics=[(name, _number(numbers[0][name]), _number(numbers[1][name])) for name in numbers[0]],
     )
 
 
 def _lines(result: Result) -> list[tuple[Compared | None, Compared]]:
-    """(stock, patched) of each pair of rollout and training, in the order of the rows; None where stock has no such row."""
+    """Return (stock, patched) per pair of rollout and training in row order; stock is None if it has no such row."""
     stock = {c.row: c for c in result.compared if not c.row.patched}
     return [(stock.get(replace(c.row, patched=False)), c) for c in result.compared if c.row.patched]
 
 
 def _pairs(result: Result) -> list[tuple[Compared, Compared]]:
-    """Those lines of the check's own model that have both."""
+    """Return the lines of the main model that have both a stock and a patched row."""
     return [(stock, patched) for stock, patched in _lines(result) if stock and not stock.row.model]
 
 
@@ -190,12 +198,12 @@ def _cells(c: Compared | None) -> tuple[str, ...]:
 
 def _number(x: float) -> str:
     if isinstance(x, int) or x in (0.0, 1.0):
-        return str(int(x))  # exactly, not rounded
+        return str(int(x))  # exact
     return f"{x:.1e}" if abs(x) < 1e-2 else f"{x:.6g}"
 
 
 def _difference(c: Compared) -> torch.Tensor:
-    """training - rollout, float64 [tokens], of the finite ones."""
+    """Return the finite values of training - rollout, float64 [tokens]."""
     d = torch.cat(c.training.logprobs).double() - torch.cat(c.rollout.logprobs).double()
     return d[d.isfinite()]
 
@@ -265,7 +273,7 @@ def _by_position(stock: list[Compared], patched: list[Compared]) -> str:
 
 
 def figure_of(columns: int = 1):
-    """A figure for a report and its axes: one, or an array of them."""
+    """Return a figure and its axes: a single one, or an array if `columns` > 1."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")

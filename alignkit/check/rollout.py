@@ -1,20 +1,27 @@
-"""One vLLM engine in this process: ``python -m alignkit.check.rollout JOB.json`` writes logprob files.
+"""Rollout worker: ``python -m alignkit.check.rollout JOB.json`` runs one vLLM engine and writes logprob files.
 
-JOB: ``model`` (HF directory), ``dtype`` ("bfloat16" | "float32"), ``patched`` (bool), ``tp`` (int),
-``dp`` (optional: 1; replicas, of ``tp`` ranks each, to which the prompts go in turn), ``expert_parallel`` (optional: false;
-true gives each rank whole experts),
-``eager`` (optional: true; false is vLLM's default, torch.compile and CUDA graphs), ``runner`` (optional: "v1",
-or "v2"; vLLM's model runner), ``max_num_batched_tokens`` (int, so that longer prompts are prefilled in chunks, or
-null), ``prompts`` (token ids), ``max_tokens``, ``temperature``, ``seed``, ``tokens_from`` (a logprob file, for
-"prompt_logprobs") and ``runs``, a list of ``{"mode", "out"}``, in a model with experts also ``"routing": true``, to
-save what its routers say (eager, "v1", and not for "prefix"). The modes:
+Fields of a job:
+
+- ``model``: HF directory; ``dtype``: "bfloat16" or "float32"; ``patched``: bool.
+- ``tp``: int; ``dp`` (default 1): replicas of ``tp`` ranks each, which receive the prompts round-robin.
+- ``expert_parallel`` (default false): give each rank whole experts.
+- ``eager`` (default true): false is vLLM's default with torch.compile and CUDA graphs.
+- ``runner`` (default "v1"): vLLM's model runner, "v1" or "v2".
+- ``max_num_batched_tokens``: int, which makes longer prompts prefill in chunks, or null.
+- ``prompts``: token ids; ``max_tokens``, ``temperature``, ``seed``.
+- ``tokens_from``: logprob file with the tokens of mode "prompt_logprobs".
+- ``runs``: list of ``{"mode", "out"}``. For MoE models also ``"routing": true``, which saves the router scores (needs
+  eager, "v1" and a mode other than "prefix").
+
+Modes:
 
 - ``batch``: all prompts at once.
 - ``one``: one request at a time.
-- ``prefix``: all prompts a second time, their cached blocks still warm.
+- ``prefix``: all prompts a second time, with their blocks in the prefix cache.
 - ``prompt_logprobs``: prompt and sampled tokens of ``tokens_from`` sent as a prompt.
 
-Every mode starts from an empty prefix cache. The logprobs are raw: of the logits before temperature.
+Every mode starts with an empty prefix cache. Logprobs are raw: computed from the logits before temperature. `plan`
+writes the jobs; `alignkit.drift.bisect.vllm_side` also calls `prepare` and `engine`.
 """
 
 from __future__ import annotations
@@ -39,27 +46,29 @@ from alignkit.vllm.patch import ENV
 
 MODES = ("batch", "one", "prefix", "prompt_logprobs")
 BLOCK_SIZE = 32
-"""Of the KV cache; small, so that short prompts fill blocks and can hit the prefix cache."""
+"""KV cache block size in tokens; small, so that short prompts fill blocks and can hit the prefix cache."""
 GPU_SHARE = 0.3
-"""Of the memory of a GPU, vLLM starts only if this much is free; of a GPU that ranks share, each a part. What it takes is weights and
-the cache below."""
+"""Fraction of GPU memory that must be free for vLLM to start, divided among ranks that share a GPU.
+
+Actual use is the weights plus `cache_bytes`.
+"""
 RUNNERS = {"v1": "0", "v2": "1"}
 ENVIRON = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # one sampler for every row of the table
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # the same sampler for every row
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""Where the user's environment does not say otherwise."""
+"""Environment defaults of the engine process; variables set by the user take precedence."""
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-"""The same of eager engines: nothing in them is worth seconds of compilation."""
+"""Additional environment defaults of eager engines; disables Dynamo to save compile time."""
 
 
 def run(job: dict) -> None:
-    """Starts the engine, runs each of the job's runs in order, and writes their files.
+    """Start the engine, execute the job's runs in order and write their files.
 
-    Raises InputError naming the job's field, UnsupportedError for a model that alignkit refuses (patched).
+    Raises InputError naming the invalid job field, or UnsupportedError if a patched engine does not support the model.
     """
     job = {"eager": True, "runner": "v1", "dp": 1, "expert_parallel": False} | job
     _check(job)
@@ -71,8 +80,8 @@ def run(job: dict) -> None:
         mode = spec["mode"]
         if spec.get("routing"):
             longest = max(map(len, job["prompts"])) + job["max_tokens"] + 1
-            asked = _whole(job) if mode == "prompt_logprobs" else job["prompts"]
-            llm.collective_rpc("alignkit_watch_routers", args=(asked, longest))
+            sequences = _full_sequences(job) if mode == "prompt_logprobs" else job["prompts"]
+            llm.collective_rpc("alignkit_watch_routers", args=(sequences, longest))
         logprobs = _evaluate(llm, job) if mode == "prompt_logprobs" else _sample(llm, job, mode)
         logprobs.meta["mode"] = mode
         if spec.get("routing"):
@@ -83,7 +92,7 @@ def run(job: dict) -> None:
 
 
 def shut_down(llm) -> None:
-    """Ends the processes of an `engine`."""
+    """Stop the processes of an `engine`."""
     if isinstance(llm, Replicas):
         llm.shutdown()
     else:
@@ -91,31 +100,31 @@ def shut_down(llm) -> None:
 
 
 def prepare(job: dict) -> None:
-    """The process's environment and the patch, before vLLM is imported."""
+    """Set the process environment and apply the patch, before vLLM is imported."""
     for name, value in (ENVIRON | (EAGER if job["eager"] else {})).items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[job["runner"]]
     if job["tp"] * job["dp"] == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.pop(ENV, None)  # a stock row stays stock whatever the user's environment asks for
+    os.environ.pop(ENV, None)  # only the job decides whether the engine is patched
     if job["patched"]:
         patch_vllm()
 
 
 def _check(job: dict) -> None:
     if job["runner"] not in RUNNERS:
-        raise InputError(f"runner: {job['runner']!r} is none of {', '.join(RUNNERS)}")
+        raise InputError(f"runner: expected one of {', '.join(RUNNERS)}, got {job['runner']!r}")
     for spec in job["runs"]:
         if spec["mode"] not in MODES:
-            raise InputError(f"runs: mode {spec['mode']!r} is none of {', '.join(MODES)}")
+            raise InputError(f"runs: mode: expected one of {', '.join(MODES)}, got {spec['mode']!r}")
         if spec["mode"] == "prompt_logprobs" and not job.get("tokens_from"):
-            raise InputError("tokens_from: prompt_logprobs needs a logprob file")
+            raise InputError("tokens_from: mode prompt_logprobs requires a logprob file, got none")
     if not job["prompts"] or not all(job["prompts"]):
-        raise InputError("prompts: none, or an empty one")
+        raise InputError("prompts: at least one prompt is required, and none may be empty")
 
 
 def engine(job: dict, **overrides):
-    """The job's engine, a ``vllm.LLM`` or `Replicas`; `overrides` are arguments of ``vllm.LLM``."""
+    """Return the job's engine, a ``vllm.LLM`` or `Replicas`; `overrides` are passed to ``vllm.LLM``."""
     from vllm import LLM
 
     longest = max(len(p) for p in job["prompts"]) + job["max_tokens"] + 1
@@ -144,8 +153,10 @@ def engine(job: dict, **overrides):
 
 
 def shared_gpus(ranks: int) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` for ranks that share GPUs (`most_ranks`); none where there are as many, or no GPU. vLLM's own option
-    for which rank has which GPU (``device_ids``) takes none twice, so what it is resolved to is said instead."""
+    """Return arguments of ``vllm.LLM`` for ranks that share GPUs (`most_ranks`); {} if no GPU is shared.
+
+    vLLM's option ``device_ids`` rejects duplicates, so its resolved value is patched instead.
+    """
     if not 0 < torch.cuda.device_count() < ranks:
         return {}
     from vllm.engine.arg_utils import EngineArgs
@@ -153,22 +164,24 @@ def shared_gpus(ranks: int) -> dict[str, Any]:
 
     ids = [current_platform.device_control_id_to_physical_device_id(name) for name in gpus()]
     EngineArgs._resolve_device_ids = lambda self: [ids[gpu_of(rank).index] for rank in range(ranks)]
-    # What vLLM has of its own for sums reads the other GPU's memory.
+    # vLLM's custom all-reduce maps peer GPU memory, so it needs one GPU per rank.
     return {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
 
 
 def cache_bytes(model: str | os.PathLike, dtype: str, sequences: int, longest: int) -> int:
-    """Bytes of a KV cache for twice that many sequences of the longest length, so that nothing is preempted or
-    evicted; model is an HF directory, dtype as in the JOB."""
+    """Return the size of a KV cache that prevents preemption and eviction: twice `sequences` of `longest` tokens.
+
+    model: HF directory. dtype: as in the job.
+    """
     arch = read_architecture(model)
-    position = 2 * arch.layers * arch.kv_heads * arch.head_dim * getattr(torch, dtype).itemsize
-    return max(64 << 20, 2 * sequences * (longest + BLOCK_SIZE) * position)
+    token_bytes = 2 * arch.layers * arch.kv_heads * arch.head_dim * getattr(torch, dtype).itemsize
+    return max(64 << 20, 2 * sequences * (longest + BLOCK_SIZE) * token_bytes)
 
 
 def _sample(llm, job: dict, mode: str) -> Logprobs:
     from vllm import SamplingParams
 
-    # The seed is the engine's. A seed per request would make vLLM 0.32 fail on the CPU with chunked prefill.
+    # The engine has the seed: per-request seeds make vLLM 0.32 fail on the CPU with chunked prefill.
     params = SamplingParams(
         max_tokens=job["max_tokens"], temperature=job["temperature"], ignore_eos=True, logprobs=0, detokenize=False
     )
@@ -186,14 +199,14 @@ def _sample(llm, job: dict, mode: str) -> Logprobs:
             if len(prompt) > BLOCK_SIZE and not o.num_cached_tokens
         ]
         if missed:
-            raise RuntimeError(f"the prefix cache was not hit by prompts {missed}")
+            raise RuntimeError(f"prefix: every prompt must hit the prefix cache, got no hit for prompts {missed}")
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     steps = [o.outputs[0].logprobs for o in outputs]
     return _logprobs(llm, job, job["prompts"], tokens, steps)
 
 
-def _whole(job: dict) -> list[list[int]]:
-    """Prompts and sampled tokens of `tokens_from`."""
+def _full_sequences(job: dict) -> list[list[int]]:
+    """Return prompt plus sampled tokens of each sequence of `tokens_from`."""
     sampled = load(job["tokens_from"])
     return [p + t for p, t in zip(sampled.prompts, sampled.tokens, strict=True)]
 
@@ -203,13 +216,15 @@ def _evaluate(llm, job: dict) -> Logprobs:
 
     sampled = load(job["tokens_from"])
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": whole} for whole in _whole(job)], params, use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": sequence} for sequence in _full_sequences(job)], params, use_tqdm=False
+    )
     steps = [o.prompt_logprobs[len(prompt) :] for prompt, o in zip(sampled.prompts, outputs, strict=True)]
     return _logprobs(llm, job, sampled.prompts, sampled.tokens, steps)
 
 
 def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]], steps: list[list[dict]]) -> Logprobs:
-    """steps: per token of each sequence, vLLM's logprobs by token id."""
+    """Build the logprobs of `tokens`; `steps` holds, per sequence and token, vLLM's logprobs by token id."""
     import vllm
 
     values = [
@@ -222,7 +237,7 @@ def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]],
             for k in ("dtype", "tp", "dp", "expert_parallel", "eager", "runner", "max_num_batched_tokens")
         },
     }
-    # vLLM hands out Python floats that were fp32: the way back is exact. The contract is the workers' word.
+    # vLLM returns Python floats converted from fp32, so the conversion back is exact.
     return Logprobs(
         prompts,
         tokens,

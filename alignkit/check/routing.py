@@ -1,8 +1,9 @@
-"""Which experts the routers of a mixture chose, token by token: hooks that only look on, and what they saw compared.
+"""Recording and comparison of the routers' expert choices in MoE models, token by token, with read-only hooks.
 
-A row is a token of a sequence, prompt and sampled ones but the last, which nothing is computed from; rows of all sequences stand end
-to end. vLLM's routers are seen by their logits, as its kernels do not tell whom they choose; Megatron's by their choice.
-vLLM must run eagerly, in its V1 runner.
+A row is one input token: every prompt and sampled token of a sequence except the last. Rows of all sequences are
+concatenated. For vLLM the router logits are recorded, because its kernels do not expose the selected experts; for
+Megatron-core the selected experts are. vLLM must run eagerly with the V1 model runner. `rollout` calls the
+``alignkit_*`` methods by name.
 """
 
 from __future__ import annotations
@@ -24,60 +25,66 @@ from ..ops.moe_router.reference import sigmoid
 
 
 def file_of(logprobs: Path | str) -> Path:
-    """Where the choices lie that belong to a logprob file."""
+    """Return the path of the routing file that belongs to a logprob file."""
     return Path(logprobs).with_suffix(".routing.safetensors")
 
 
 def rows_of_step(runner: Any, args: tuple, kwargs: Mapping[str, Any], first: Mapping[tuple[int, ...], int]):
-    """In a hook before vLLM's model: the row of each token of this step, -1 for others; and where each request's tokens start
-    in it. first: by the ids of a prompt, the row of its first token."""
+    """Return the row of each token of a vLLM step (-1 for other tokens) and the start of each request's tokens.
+
+    Call it in a forward pre-hook of the model. first: map from prompt ids to the row of the prompt's first token.
+    """
     batch = runner.input_batch
     positions = kwargs["positions"] if "positions" in kwargs else args[1]
     if positions.dim() != 1:
-        raise UnsupportedError("positions: of several dimensions (M-RoPE)")
+        raise UnsupportedError(f"positions: must have one dimension, got {positions.dim()} (M-RoPE)")
     starts = np.asarray(runner.query_start_loc.np[: batch.num_reqs + 1])
-    rows = np.full(positions.shape[0], -1, dtype=np.int64)  # behind the last request there may be padding
+    rows = np.full(positions.shape[0], -1, dtype=np.int64)  # the step may end in padding
     positions = positions.cpu().numpy()
     for i, request in enumerate(batch.req_ids[: batch.num_reqs]):
-        found = first.get(tuple(runner.requests[request].prompt_token_ids))
-        if found is not None:
-            mine = slice(starts[i], starts[i + 1])
-            rows[mine] = found + positions[mine]
+        first_row = first.get(tuple(runner.requests[request].prompt_token_ids))
+        if first_row is not None:
+            tokens = slice(starts[i], starts[i + 1])
+            rows[tokens] = first_row + positions[tokens]
     return rows, starts
 
 
 class Recording:
-    """Methods for ``collective_rpc`` of a vLLM worker (its ``worker_extension_cls``)."""
+    """Worker extension (vLLM's ``worker_extension_cls``) whose methods are called with ``collective_rpc``."""
 
-    # vLLM's, of the worker that these are methods of
+    # Provided by vLLM's worker class.
     model_runner: Any
     rank: int
 
     def alignkit_watch_routers(self, prompts: list[list[int]], longest: int) -> None:
-        """From now on, of these prompts; longest: most tokens of one, with those that are sampled."""
+        """Start recording these prompts; `longest` bounds the tokens of one sequence, sampled ones included."""
         if not hasattr(self, "_alignkit_routers"):
             self._alignkit_routers = _Routers(self.model_runner)
         self._alignkit_routers.begin(prompts, longest)
 
     def alignkit_save_routing(self, lengths: list[int], path: str) -> None:
-        """What was seen of the sequences of those prompts; lengths: tokens of each. Every rank has all tokens: one saves."""
+        """Save the logits of the prompts' sequences of `lengths` tokens; rank 0 saves, as every rank has all tokens."""
         if self.rank == 0:
             save_file({"logits": self._alignkit_routers.end(lengths)}, path)
 
 
 class _Routers:
+    """Recorder of the router logits of a vLLM model."""
+
     def __init__(self, runner: Any):
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
         self._runner = runner
         model = runner.get_model()
         gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
-        mixtures = [module for module in model.modules() if isinstance(module, MoERunner)]
-        if len(gates) != len(mixtures):
-            raise UnsupportedError(f"{len(gates)} routers of {len(mixtures)} mixtures")
+        moe_layers = [module for module in model.modules() if isinstance(module, MoERunner)]
+        if len(gates) != len(moe_layers):
+            raise UnsupportedError(
+                f"routers: expected one per MoE layer, got {len(gates)} for {len(moe_layers)} layers"
+            )
         model.register_forward_pre_hook(self._step, with_kwargs=True)
-        for i, (gate, mixture) in enumerate(zip(gates, mixtures, strict=True)):
-            gate.register_forward_hook(self._gate(i, mixture.routed_experts))
+        for i, (gate, moe_layer) in enumerate(zip(gates, moe_layers, strict=True)):
+            gate.register_forward_hook(self._gate(i, moe_layer.routed_experts))
         self._layers = len(gates)
 
     def begin(self, prompts: list[list[int]], longest: int) -> None:
@@ -86,9 +93,9 @@ class _Routers:
         self._logits: torch.Tensor | None = None
 
     def end(self, lengths: list[int]) -> torch.Tensor:
-        """fp32 [rows, layers, experts]; NaN where nothing was computed."""
+        """Return the recorded logits, fp32 [rows, layers, experts]; NaN where a row was not computed."""
         if self._logits is None:
-            raise InputError("routers: none was asked")
+            raise InputError("routers: no router ran since alignkit_watch_routers")
         return torch.cat([self._logits[i * self._longest :][: length - 1] for i, length in enumerate(lengths)])
 
     def _step(self, _, args, kwargs) -> None:
@@ -96,7 +103,7 @@ class _Routers:
 
     def _gate(self, layer: int, experts: Any):
         def hook(_, inputs, output) -> None:
-            logits = _decisive(output[0] if isinstance(output, tuple) else output, experts)
+            logits = _selection_scores(output[0] if isinstance(output, tuple) else output, experts)
             if self._logits is None:
                 shape = len(self._first) * self._longest, self._layers, logits.shape[-1]
                 self._logits = torch.full(shape, torch.nan)
@@ -106,8 +113,8 @@ class _Routers:
         return hook
 
 
-def _decisive(logits: torch.Tensor, experts: Any) -> torch.Tensor:
-    """What vLLM's `experts` are chosen by: the logits, or sigmoids and a bias; in groups that are left out, -inf."""
+def _selection_scores(logits: torch.Tensor, experts: Any) -> torch.Tensor:
+    """Return the scores by which vLLM selects experts: logits, or sigmoid plus bias; -inf in excluded groups."""
     if experts.scoring_func == "softmax":
         return logits
     logits, bias = logits.float(), experts.e_score_correction_bias
@@ -115,14 +122,14 @@ def _decisive(logits: torch.Tensor, experts: Any) -> torch.Tensor:
     groups, best = experts.num_expert_group, experts.topk_group
     if not experts.use_grouped_topk or groups == 1:
         return values
-    of_best = logits.shape[-1] // groups * best
-    _, ids = ops.moe_router(logits, of_best, score="sigmoid", bias=bias, groups=groups, top_groups=best)
+    candidates = logits.shape[-1] // groups * best
+    _, ids = ops.moe_router(logits, candidates, score="sigmoid", bias=bias, groups=groups, top_groups=best)
     return torch.full_like(values, -torch.inf).scatter(-1, ids, values.gather(-1, ids))
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a forward has the tokens of a sequence: in which row the first one, and how many rows on each further one."""
+    """Position of a sequence's tokens in a forward: the row of the first token and the stride to the next."""
 
     sequence: int
     first: int
@@ -130,8 +137,10 @@ class Placed:
 
 
 class Choices:
-    """Within the block, what the routers of a Megatron-core model choose; its ranks have the same tokens, or with sequence
-    parallelism parts of the same."""
+    """Context manager that records the expert choices of a Megatron-core model.
+
+    All ranks run the same tokens; with sequence parallelism each rank has a part of them.
+    """
 
     def __init__(self, model: Any):
         from megatron.core.transformer.moe.router import TopKRouter
@@ -151,8 +160,10 @@ class Choices:
             handle.remove()
 
     def of(self, given: Logprobs, forwards: list[list[Placed]]) -> torch.Tensor:
-        """uint8 [rows, layers, experts]: what was chosen for the sequences of `given`, which the forwards had. A collective of
-        the ranks with parts of them."""
+        """Return the choices for the sequences of `given`, uint8 [rows, layers, experts].
+
+        forwards: the placement of the sequences in each recorded forward. Collective over sequence-parallel ranks.
+        """
         lengths = [len(p) + len(t) for p, t in zip(given.prompts, given.tokens, strict=True)]
         parts: list[torch.Tensor] = [torch.empty(0)] * len(lengths)
         for n, sequences in enumerate(forwards):
@@ -160,8 +171,8 @@ class Choices:
             if self._parts is not None:
                 chosen = self._parts.gather(chosen)
             chosen = chosen.cpu()
-            for at in sequences:
-                parts[at.sequence] = chosen[at.first :: at.step][: lengths[at.sequence] - 1]
+            for placed in sequences:
+                parts[placed.sequence] = chosen[placed.first :: placed.step][: lengths[placed.sequence] - 1]
         return torch.cat(parts)
 
 
@@ -173,13 +184,14 @@ def _chosen_by(seen: list[torch.Tensor]):
 
 
 def rerouted(rollout: Path, training: Path) -> tuple[int, int]:
-    """How many rows went to another expert in some layer, and of how many both are known.
+    """Return (rerouted rows, rows known on both sides).
 
-    A row did if a chosen expert's logit, or whatever the choice goes by, in the rollout is less than that of one that was not chosen: which of equal logits
-    vLLM takes is not seen, so any of them counts as its choice."""
+    A row is rerouted if, in some layer, an expert selected in training has a lower rollout score than an expert that
+    was not. vLLM's tie-breaking is not observable, so equal scores never count as rerouted.
+    """
     logits, chosen = load_file(rollout)["logits"], load_file(training)["chosen"].bool()
     if logits.shape != chosen.shape:
-        raise InputError(f"{training}: choices of shape {tuple(chosen.shape)}, logits of {tuple(logits.shape)}")
+        raise InputError(f"{training}: expected choices of shape {tuple(logits.shape)}, got {tuple(chosen.shape)}")
     known = ~logits.isnan().flatten(1).any(dim=1)
     worst = logits.masked_fill(~chosen, torch.inf).amin(dim=-1)
     best = logits.masked_fill(chosen, -torch.inf).amax(dim=-1)

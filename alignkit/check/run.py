@@ -1,4 +1,8 @@
-"""Runs a check: real engines in processes of their own, before and after patching, then the comparison."""
+"""Driver of a check: runs stock and patched engines in separate processes and compares their logprobs.
+
+docs/drift.md documents check.json and run.json; benchmarks store the same fields. `execute` and the functions around it
+also run the jobs of `alignkit bisect` and of benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -31,32 +35,37 @@ from .plan import Job, Row
 from .train import check_layout
 
 _LOG_TAIL = 30
+"""Number of log lines in an error message."""
 _MARK = ".alignkit-{}"
-"""A file that says which command wrote what is in this directory, so that the next run of it may delete that."""
+"""Marker file of an output directory; the named command may delete its earlier results there."""
 
 
 class WorkerError(AlignkitError, RuntimeError):
-    """An engine's process failed; the message ends with the tail of its log."""
+    """Failure of an engine process; the message ends with the tail of its log."""
 
 
 @dataclass
 class Options:
-    """out: directory for everything the check writes.
-    model: HF checkpoint directory; None makes a random-weight one for each dtype.
-    family: of the model that is made. None: a dense one, and one of experts beside it for a few rows.
-    dtypes: from `plan.DTYPES`.
-    tp: largest tensor-parallel size; 1 leaves tensor-parallel rows out. None: 2, or 1 on a machine with one GPU.
+    """Options of a check.
+
+    out: output directory.
+    model: HF checkpoint directory. None generates a random-weight model per dtype.
+    family: family of the generated model. None: a dense model, and an MoE model for two additional pairs.
+    dtypes: subset of `plan.DTYPES`.
+    tp: maximum tensor-parallel size; 1 omits tensor-parallel rows. None: 2, or 1 on a machine with one GPU.
     full: every pair of rollout and training instead of a subset.
-    trainings: names of trainings, as in `plan.Row`, that a batch is compared with instead of all that.
-    max_tokens, temperature, seed: of the sampling.
-    timeout: seconds that one engine's process may take.
+    trainings: names of trainings, as in `plan.Row`; replaces the default rows by these trainings against a batch.
+    max_tokens: tokens sampled per prompt.
+    temperature: sampling temperature.
+    seed: seed of weights, prompts and sampling.
+    timeout: time limit of one engine process in seconds.
     """
 
     out: Path
     model: Path | None = None
     family: str | None = None
     dtypes: list[str] = field(default_factory=lambda: list(plan.DTYPES))
-    tp: int = None  # pyright: ignore[reportAssignmentType] - the default is this machine's, below
+    tp: int = None  # pyright: ignore[reportAssignmentType] - machine-dependent default, set in __post_init__
     full: bool = False
     trainings: list[str] = field(default_factory=list)
     max_tokens: int = 64
@@ -71,17 +80,17 @@ class Options:
 
 @dataclass
 class Compared:
-    """A row with its report and, for plots, what was compared."""
+    """A row with its report and, for plots, the compared logprobs."""
 
     row: Row
     report: DriftReport
     rollout: Logprobs
     training: Logprobs
     routing: tuple[int, int] | None = None
-    """Of a mixture of experts: how many tokens had other experts in training, and of how many that is known."""
+    """MoE models: (tokens routed to other experts in training, tokens whose experts are known on both sides)."""
 
     def to_json(self) -> dict:
-        """A row of check.json."""
+        """Return the row of check.json."""
         numbers = self.report.to_json()
         numbers.pop("worst")
         head = ("tokens", "bit_equal", "max_abs", "mean_abs")
@@ -101,27 +110,29 @@ class Compared:
 
 @dataclass
 class Result:
+    """Result of a check."""
+
     compared: list[Compared]
     info: dict
-    """Machine, versions, contract, options, and the seconds each engine took."""
+    """Machine, versions, contract, options and the seconds of each engine."""
 
     @property
     def failures(self) -> list[str]:
-        """One sentence for each patched row that is not equal to the last bit."""
+        """One sentence per patched row that is not bit-equal or has rerouted tokens."""
         return [
             f"{c.row}: {c.report.bit_equal} of {c.report.tokens} tokens are bit-equal; "
-            f"the first that is not: {c.report.first_difference}"
+            f"first difference: {c.report.first_difference}"
             for c in self.compared
             if c.row.patched and not c.report.all_equal
         ] + [
-            f"{c.row}: {c.routing[0]} of {c.routing[1]} tokens had other experts in training"
+            f"{c.row}: {c.routing[0]} of {c.routing[1]} tokens were routed to other experts in training"
             for c in self.compared
             if c.row.patched and c.routing and c.routing[0]
         ]
 
 
 class Progress:
-    """What a check tells while it runs; to be overridden."""
+    """Receiver of progress events; does nothing unless overridden."""
 
     def planned(self, jobs: list[Job]) -> None: ...
 
@@ -131,10 +142,10 @@ class Progress:
 
 
 def run(options: Options, progress: Progress) -> Result:
-    """Runs the check and writes `check.json` and `run.json` into `options.out`.
+    """Run the check and write `check.json` and `run.json` into `options.out`.
 
-    Raises InputError or UnsupportedError before anything runs, WorkerError if an engine's process fails or
-    writes something other than it was asked for. However it ends, no engine of its own is left running.
+    Raises InputError or UnsupportedError before an engine starts, and WorkerError if an engine process fails or writes
+    an unexpected file. All engine processes are stopped on return and on error.
     """
     architecture = _check_options(options)
     out = options.out
@@ -142,27 +153,27 @@ def run(options: Options, progress: Progress) -> Result:
     started = time.monotonic()
     gpu = bool(gpus())
 
-    def made(folder: str, family: str, dtypes: list[str]) -> dict[str, Path]:
-        """A model for each dtype."""
+    def make_models(folder: str, family: str, dtypes: list[str]) -> dict[str, Path]:
+        """Write a model for each dtype."""
         folders = {dtype: out / f"{folder}-{dtype}" for dtype in dtypes}
-        kv_heads = max(KV_HEADS, options.tp)  # each rank has at least one
+        kv_heads = max(KV_HEADS, options.tp)  # at least one per rank
         return {
             dtype: make_checkpoint(path, family, getattr(torch, dtype), seed=options.seed, kv_heads=kv_heads).resolve()
             for dtype, path in folders.items()
         }
 
-    def planned(rows: list[Row], models: dict[str, Path]) -> tuple[list[Row], list[list[int]], list[Job]]:
-        """Rows, prompts and engines of one model."""
-        of = read_architecture(next(iter(models.values())))
-        prompts = plan.draw_prompts(of.vocab, options.seed)
+    def make_plan(rows: list[Row], models: dict[str, Path]) -> tuple[list[Row], list[list[int]], list[Job]]:
+        """Return the rows, prompts and jobs of one model."""
+        arch = read_architecture(next(iter(models.values())))
+        prompts = plan.draw_prompts(arch.vocab, options.seed)
         sampling = {"max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed}
-        jobs = plan.jobs(rows, out.resolve(), models, prompts, gpu=gpu, experts=of.experts > 0, **sampling)
+        jobs = plan.jobs(rows, out.resolve(), models, prompts, gpu=gpu, experts=arch.experts > 0, **sampling)
         return rows, prompts, jobs
 
     if options.model:
         models = dict.fromkeys(options.dtypes, options.model.resolve())
     else:
-        models = made("model", options.family or "qwen3", options.dtypes)
+        models = make_models("model", options.family or "qwen3", options.dtypes)
     architecture = architecture or read_architecture(models[options.dtypes[0]])
     if options.trainings:
         rows = plan.against_batch(options.dtypes, options.trainings)
@@ -170,14 +181,16 @@ def run(options: Options, progress: Progress) -> Result:
         rows = plan.rows(options.dtypes, options.tp, options.full, gpu, architecture.experts > 0)
     for row in rows:
         check_layout(architecture, patched=row.patched, **row.layout)  # pyright: ignore[reportArgumentType]
-    parts = [planned(rows, models)]
+    parts = [make_plan(rows, models)]
     if options.model is None and options.family is None and not options.trainings:
-        few = plan.mixture_rows(options.dtypes[0])
-        parts.append(planned(few, made(plan.MIXTURE, plan.MIXTURE, options.dtypes[:1])))
+        moe_rows = plan.mixture_rows(options.dtypes[0])
+        parts.append(make_plan(moe_rows, make_models(plan.MIXTURE, plan.MIXTURE, options.dtypes[:1])))
     jobs = [job for *_, jobs in parts for job in jobs]
-    jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # the models side by side, wide engines first
-    if gpu and (most := max(map(needed, jobs))) > len(gpus()):
-        raise InputError(f"training: an engine needs {most} GPUs, there are {len(gpus())}")
+    jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # all models interleaved, engines with most ranks first
+    if gpu and (count := max(map(needed, jobs))) > len(gpus()):
+        raise InputError(
+            f"training: engines may use at most {len(gpus())} GPUs on this machine, got one that needs {count}"
+        )
     seconds, _ = execute(jobs, out, options.timeout, progress)
     compared = [c for rows, prompts, _ in parts for c in compare_rows(rows, out, prompts)]
     info = machine() | {
@@ -197,18 +210,18 @@ def run(options: Options, progress: Progress) -> Result:
 
 
 def bisect_command(options: Options, result: Result) -> str | None:
-    """The command that finds where the first patched row that is not equal begins to differ; None if it takes none of them."""
+    """Return the `alignkit bisect` command for the first unequal patched row that bisect supports; None if none."""
     unequal = [c.row for c in result.compared if c.row.patched and not c.report.all_equal and not c.row.model]
-    taken = [
+    supported = [
         row
         for row in unequal
         if row.layout == {"tp": row.training_tp, "ep": 1, "pp": 1, "cp": 1, "spec": "local"}
         and row.rollout_dp == 1
         and not row.rollout_ep
     ]
-    if not taken:
+    if not supported:
         return None
-    row = taken[0]
+    row = supported[0]
     rollout = "aligned-vllm" + (f":tp={row.rollout_tp}" if row.rollout_tp > 1 else "")
     mode = row.training.rpartition("-")[2]
     training = f"aligned-megatron:tp={row.training_tp},mode={mode}"
@@ -230,71 +243,75 @@ def bisect_command(options: Options, result: Result) -> str | None:
 
 
 def compare_rows(rows: list[Row], out: Path, prompts: list[list[int]]) -> list[Compared]:
-    """Compares the files that the engines of `rows` wrote below `out`.
+    """Compare the files that the engines of `rows` wrote below `out`.
 
-    Raises WorkerError for a file that is not what was asked for: a comparison of anything else proves nothing."""
-    read: dict[Path, Logprobs] = {}
+    Raises WorkerError if a file does not match its job.
+    """
+    loaded: dict[Path, Logprobs] = {}
     compared = []
     for row in rows:
         pair, files = [], (plan.rollout_file(out, row), plan.training_file(out, row))
         for path in files:
-            if path not in read:
-                read[path] = _read(path, row.patched, prompts)
-            pair.append(read[path])
+            if path not in loaded:
+                loaded[path] = _read(path, row.patched, prompts)
+            pair.append(loaded[path])
         try:
-            routing = [routed.file_of(path) for path in files]
-            seen = routed.rerouted(*routing) if all(path.exists() for path in routing) else None
-            compared.append(Compared(row, compare(*pair), *pair, routing=seen))
+            routing_files = [routed.file_of(path) for path in files]
+            counts = routed.rerouted(*routing_files) if all(path.exists() for path in routing_files) else None
+            compared.append(Compared(row, compare(*pair), *pair, routing=counts))
         except InputError as e:
             raise WorkerError(f"{row}: {e}") from None
     return compared
 
 
 def _check_options(options: Options) -> Architecture | None:
-    """Everything that can be refused before an engine starts. Returns what the given model is, None without one."""
+    """Validate the options before an engine starts; return the given model's architecture, None without a model."""
     for name, module in (("vLLM", "vllm"), ("Megatron-core", "megatron.core")):
         if not installed(module):
-            raise UnsupportedError(f"{name} is not installed here; the check compares the real engines")
+            raise UnsupportedError(f"alignkit check needs {name}, which is not installed")
     require_environment()
     if not options.dtypes or any(d not in plan.DTYPES for d in options.dtypes):
-        raise InputError(f"dtype: {options.dtypes}, expected some of {', '.join(plan.DTYPES)}")
+        raise InputError(f"dtype: expected one or more of {', '.join(plan.DTYPES)}, got {options.dtypes}")
     if options.tp < 1:
-        raise InputError(f"tp: {options.tp} is not positive")
+        raise InputError(f"tp: must be positive, got {options.tp}")
     if problem := no_room(options.tp):
         raise InputError(f"tp: {problem}")
     if options.max_tokens < 1:
-        raise InputError(f"max_tokens: {options.max_tokens} is not positive")
+        raise InputError(f"max_tokens: must be positive, got {options.max_tokens}")
     if not 0 <= options.temperature < math.inf:
-        raise InputError(f"temperature: {options.temperature} is not a finite number from 0")
+        raise InputError(f"temperature: must be finite and not negative, got {options.temperature}")
     if not 0 <= options.seed < 2**32:
-        raise InputError(f"seed: {options.seed} is not in [0, 2^32)")
+        raise InputError(f"seed: must be in [0, 2^32), got {options.seed}")
     if not options.timeout > 0:
-        raise InputError(f"timeout: {options.timeout} is not positive")
+        raise InputError(f"timeout: must be positive, got {options.timeout}")
     plan.against_batch([], options.trainings)
     check_out(options.out)
     if options.model is not None:
         return _check_model(options.model, options)
     _check_sizes(options, MAX_POSITION)
     if HEADS % options.tp:
-        raise InputError(f"tp: {options.tp} ranks do not divide the model's {HEADS} heads")
+        raise InputError(f"tp: must divide heads = {HEADS}, got {options.tp}")
     return None
 
 
 def check_out(out: Path, command: str = "check") -> None:
-    """InputError unless a run of the command may write to this directory, and delete what an earlier one has left there."""
+    """Raise InputError unless `out` is missing, empty or holds results of an earlier run of the command."""
     if out.exists():
         if not out.is_dir():
-            raise InputError(f"out: {out} is not a directory")
+            raise InputError(f"out: must be a directory, got {out}")
         if any(out.iterdir()) and not (out / _MARK.format(command)).exists():
-            raise InputError(f"out: {out} holds something else than an earlier {command}")
+            raise InputError(f"out: must be empty or hold only results of alignkit {command}, got {out}")
 
 
 def _check_model(path: Path, options: Options) -> Architecture:
-    """Whether engines can be started on it, as far as config.json and the headers of its weights say."""
+    """Validate the model's config.json and weight headers; return its architecture."""
     architecture = read_architecture(path)
     architecture.check_tp(options.tp)
     if architecture.experts and ExpertTree.of(architecture.experts).groups % options.tp:
-        raise UnsupportedError(f"tp: {options.tp} ranks cannot share the sum over {architecture.experts} experts")
+        raise UnsupportedError(
+            f"tp: must divide the {ExpertTree.of(architecture.experts).groups} groups of the sum over "
+            f"{architecture.experts} experts, got {options.tp}"
+        )
     _check_sizes(options, architecture.max_position)
     check_weights(architecture, Checkpoint(path))
     return architecture
@@ -303,7 +320,7 @@ def _check_model(path: Path, options: Options) -> Architecture:
 def _check_sizes(options: Options, positions: int) -> None:
     longest = max(plan.PROMPT_LENGTHS) + options.max_tokens
     if longest > positions:
-        raise InputError(f"max_tokens: sequences of {longest} tokens do not fit the model's {positions} positions")
+        raise InputError(f"max_tokens: sequences must fit the model's {positions} positions, got {longest} tokens")
 
 
 def prepare(
@@ -312,7 +329,7 @@ def prepare(
     folders: tuple[str, ...] = ("logprobs", "logs", "jobs"),
     command: str = "check",
 ) -> None:
-    """An empty place to write to: nothing of an earlier run can be taken for a result of this one."""
+    """Create `out` and delete the results of an earlier run."""
     out.mkdir(parents=True, exist_ok=True)
     (out / _MARK.format(command)).touch()
     for name in files:
@@ -325,11 +342,13 @@ def prepare(
 def execute(
     jobs: list[Job], out: Path, timeout: float, progress: Progress, keep_going: bool = False, per_gpu: int = 1
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Runs all jobs, `per_gpu` at once on each GPU, or without one as many as there are cores and no fewer than `per_gpu`,
-    each when its inputs are there; `out` has been prepared.
+    """Run all jobs, each as soon as its inputs exist; `out` must be prepared.
 
-    Returns (the seconds of each job that succeeded, by name why each other failed). The first failure stops all
-    and raises WorkerError, unless `keep_going`: then all runs that do not read what was not made.
+    per_gpu: concurrent jobs per GPU. The number of concurrent ranks is max(cores, per_gpu) on a CPU.
+    keep_going: on a failure, continue with all runs whose inputs exist, instead of stopping all jobs and raising
+        WorkerError.
+
+    Returns (seconds of each successful job, failure message of each other job), by name.
     """
     progress.planned(jobs)
     devices = gpus()
@@ -341,39 +360,39 @@ def execute(
     running: dict[Job, _Running] = {}
     seconds: dict[str, float] = {}
     failures: dict[str, str] = {}
-    made: set[Path] = set()
-    lost: set[Path] = set()
+    written: set[Path] = set()
+    missing: set[Path] = set()
     try:
         while waiting or running:
             for job in list(waiting):
                 distinct = list(dict.fromkeys(free)) if devices else free
                 slots = needed(job) if devices else job.slots
-                if running and slots > len(distinct):  # one wider than the machine has it for itself
+                if running and slots > len(distinct):  # a job wider than the machine runs alone
                     continue
-                if not made.union(lost).issuperset(job.needs):
+                if not written.union(missing).issuperset(job.needs):
                     continue
                 waiting.remove(job)
-                job.leave_out(lost)
+                job.drop_runs(missing)
                 if job.needs and not job.outputs:
-                    failures[job.name] = "what it reads was not made"
+                    failures[job.name] = "its inputs were not written"
                     progress.ended(job, 0.0, failures[job.name])
                     continue
-                held = distinct[:slots]
-                for slot in held:
+                taken = distinct[:slots]
+                for slot in taken:
                     free.remove(slot)
-                running[job] = _Running(_start(job, out, held if devices else None), held)
+                running[job] = _Running(_start(job, out, taken if devices else None), taken)
                 progress.started(job)
             for job, run in list(running.items()):
                 if run.process.poll() is None and run.elapsed <= timeout:
                     continue
                 failure = _failure(job, run.process, timeout, out)
-                stop(run.process)  # and what it may have left in its process group
+                stop(run.process)  # also stops the rest of its process group
                 del running[job]
-                free += run.held
+                free += run.slots
                 if failure and not keep_going:
                     raise WorkerError(f"{job.name}: {failure}")
-                made.update(path for path in job.outputs if path.exists())
-                lost.update(path for path in job.outputs if not path.exists())
+                written.update(path for path in job.outputs if path.exists())
+                missing.update(path for path in job.outputs if not path.exists())
                 if failure:
                     failures[job.name] = failure
                 else:
@@ -387,15 +406,15 @@ def execute(
 
 
 def needed(job: Job) -> int:
-    """GPUs that a job holds."""
+    """Return the number of GPUs that a job occupies."""
     return -(-job.slots // config.ranks_per_gpu)
 
 
 class _Running:
-    """A job's process, since when it runs, and what it holds of the machine's slots."""
+    """A job's process, its start time and the slots (GPU ids, or "" per core) it occupies."""
 
-    def __init__(self, process: subprocess.Popen | Fork, held: list[str]):
-        self.process, self.held, self._since = process, held, time.monotonic()
+    def __init__(self, process: subprocess.Popen | Fork, slots: list[str]):
+        self.process, self.slots, self._since = process, slots, time.monotonic()
 
     @property
     def elapsed(self) -> float:
@@ -403,16 +422,16 @@ class _Running:
 
 
 def _failure(job: Job, process: subprocess.Popen | Fork, timeout: float, out: Path) -> str | None:
-    """Why the job has failed, None if it has not: it has ended, or its time is over."""
+    """Return why an ended or timed-out job failed; None if it succeeded."""
     if process.poll() is None:
-        problem = f"no result after {timeout:.0f} s"
+        problem = f"timed out after {timeout:.0f} s"
     elif process.returncode:
         problem = f"exit status {process.returncode}"
     else:
         missing = [path.name for path in job.outputs if not path.exists()]
         if not missing:
             return None
-        problem = f"it ended without writing {', '.join(missing)}"
+        problem = f"exited without writing {', '.join(missing)}"
     return f"{problem}\n{_tail(job, out)}"
 
 
@@ -424,12 +443,12 @@ def _start(job: Job, out: Path, devices: list[str] | None) -> subprocess.Popen |
         return forks.start(job.module, path, log, env)
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    with log.open("wb") as said:
-        # A session of its own, so that it can be stopped with all that it starts.
+    with log.open("wb") as output:
+        # A new session, so that the job can be stopped with all its child processes.
         return subprocess.Popen(
             [sys.executable, "-m", job.module, str(path)],
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env=env,
             start_new_session=True,
@@ -438,12 +457,12 @@ def _start(job: Job, out: Path, devices: list[str] | None) -> subprocess.Popen |
 
 def _environ() -> dict[str, str]:
     env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | os.environ
-    env.pop(Config.vllm.name, None)  # the job alone says whether its engine is patched
+    env.pop(Config.vllm.name, None)  # only the job decides whether its engine is patched
     return env
 
 
 def stop(process: subprocess.Popen | Fork) -> None:
-    """Ends a worker and what it started; no error if they have ended."""
+    """Stop a worker and its process group with SIGTERM, then SIGKILL; no error if they have ended."""
     for sig, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(process.pid, sig)
@@ -463,20 +482,20 @@ def _log(job: Job, out: Path) -> Path:
 def _tail(job: Job, out: Path) -> str:
     path = _log(job, out)
     lines = path.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
-    return f"the end of {path}:\n" + "\n".join("  | " + line for line in lines)
+    return f"last lines of {path}:\n" + "\n".join("  | " + line for line in lines)
 
 
 def _read(path: Path, patched: bool, prompts: list[list[int]]) -> Logprobs:
-    """A worker's file, which must be what was asked for."""
+    """Read a worker's file; raise WorkerError if its contract, prompts or tokens do not match the job."""
     logprobs = load(path)
     contract = family().contract_id if patched else "stock"
     if logprobs.contract != contract:
-        raise WorkerError(f"{path}: contract {logprobs.contract!r}, expected {contract!r}")
+        raise WorkerError(f"{path}: contract: expected {contract!r}, got {logprobs.contract!r}")
     if logprobs.prompts != prompts:
-        raise WorkerError(f"{path}: its prompts are not those of the job")
+        raise WorkerError(f"{path}: prompts: must equal those of the job")
     empty = [i for i, tokens in enumerate(logprobs.tokens) if not tokens]
     if empty:
-        raise WorkerError(f"{path}: nothing was sampled in sequence {empty[0]}")
+        raise WorkerError(f"{path}: tokens: every sequence must have sampled tokens, got none in sequence {empty[0]}")
     return logprobs
 
 

@@ -1,4 +1,4 @@
-"""Where processes of this machine that form a group meet: a store that the process which starts them serves."""
+"""TCP stores through which the processes of a group on this machine rendezvous."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ import torch.distributed as dist
 _HOST = "127.0.0.1"
 
 
-def listening() -> socket.socket:
-    """A port of its own, `getsockname()[1]`, at which processes may `meet` already: what they ask waits until it is `served`."""
+def listen() -> socket.socket:
+    """Return a socket that listens on a free port, `getsockname()[1]`.
+
+    Processes may already call `connect_store` with the port; their requests wait until `serve_store`.
+    """
     return socket.create_server((_HOST, 0), backlog=128)
 
 
-def served(listener: socket.socket | None = None) -> dist.TCPStore:
-    """A store of this process, by whose `port` processes of this machine `meet`, for as long as it is kept; at the port of a
-    listener, which it takes over. It listens already, so nobody takes the port while they start.
+def serve_store(listener: socket.socket | None = None) -> dist.TCPStore:
+    """Serve a store from this process, on the socket `listener` or on a free port.
 
-    It answers from a thread that looks up the names of who calls. A process that is forked meanwhile may find glibc's locks
-    taken and waits in its own first look for an address without an end: who forks is `listening` first, and serves after."""
-    listener = listener or listening()
+    The store listens before this function returns, so no other process can take the port. The store stops when the
+    returned object is deleted; its `port` is the argument of `connect_store`.
+
+    The store's thread resolves client addresses. A process forked meanwhile can inherit glibc's resolver locks in the
+    locked state and then hang in its first lookup. Callers that fork must call `listen`, fork, then `serve_store`.
+    """
+    listener = listener or listen()
     port = listener.getsockname()[1]
     return dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def meet(port: int) -> dist.TCPStore:
-    """For `init_process_group(store=...)`: the store of the process that has it `served`."""
+def connect_store(port: int) -> dist.TCPStore:
+    """Return a client of the store that another process serves on `port`, for `init_process_group(store=...)`."""
     return dist.TCPStore(_HOST, port, is_master=False)

@@ -1,4 +1,4 @@
-"""What a person sees while engines run."""
+"""Terminal output of `alignkit check` and `alignkit bisect` while engines run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .run import Progress
 def console() -> Console:
     screen = Console(highlight=False)
     if not screen.is_terminal:
-        screen.width = 100  # a log file need not be narrow
+        screen.width = 100  # log files need no narrow lines
     return screen
 
 
 class Terminal(Progress):
-    """A line for each engine that has finished and, on a terminal, a bar with those that run."""
+    """Progress display: one line per finished engine and, on a terminal, a bar with the running engines."""
 
     def __init__(self, screen: Console):
         self._console = screen
@@ -45,7 +45,7 @@ class Terminal(Progress):
     def planned(self, jobs) -> None:
         self._count, self._done = len(jobs), 0
         self._task = self._bar.add_task("", total=len(jobs))
-        self._console.print(f"{len(jobs)} engines to run, each in a process of its own")
+        self._console.print(f"{len(jobs)} engines to run, each in its own process")
 
     def started(self, job) -> None:
         self._running.append(job.name)
@@ -66,7 +66,7 @@ class Terminal(Progress):
 
 @contextlib.contextmanager
 def interrupted_by_sigterm():
-    """Within the block SIGTERM is what Ctrl-C is, so that the engines are stopped."""
+    """Treat SIGTERM as Ctrl-C inside the with block, so that the engines are stopped."""
 
     def interrupt(*_):
         raise KeyboardInterrupt

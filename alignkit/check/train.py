@@ -1,18 +1,22 @@
-"""Recomputes logprobs with a real Megatron-core model: ``python -m alignkit.check.train JOB.json``.
+"""Training worker: ``python -m alignkit.check.train JOB.json`` recomputes logprobs with a Megatron-core model.
 
-JOB: {"model": HF directory, "dtype": "bfloat16" | "float32", "patched": bool, "tp": 1 | 2 | ...,
-"sequence_parallel": bool, "ep": 1 | 2 | ... (optional: expert-parallel ranks, of which each has whole experts),
-"spec": "local" | "te" (optional: the layer spec, Megatron-core's own or TransformerEngine's),
-"pp": 1 | 2 | ..., "cp": 1 | 2 | ... (optional: pipeline stages, and ranks that share each sequence),
-"temperature": 1.0 (optional, patched only),
-"micro_batch": tokens in a micro-batch, with their padding (optional; null: everything in one),
-"runs": [{"mode": "one" | "padded" | "packed", "in": logprob file, "out": path, "routing": false (optional; of a model
-with experts, without stages and context parallelism: save what its routers choose)}, ...]}
+Fields of a job:
 
-The model is built once, in `tp` times `pp` times `cp` processes, or in `ep` if those are more, and each run writes the
-logprobs of the tokens of its `in` file. With `ep` above `tp` ranks are data-parallel, and all compute the same tokens.
-Unpatched, it is Megatron as it comes: it counts the padded columns of the vocabulary, takes packed input in
-TransformerEngine's attention alone, and keeps the logits of a whole micro-batch.
+- ``model``: HF directory; ``dtype``: "bfloat16" or "float32"; ``patched``: bool.
+- ``tp``: int; ``sequence_parallel`` (default false).
+- ``ep`` (default 1): expert-parallel size; each rank has whole experts.
+- ``pp`` (default 1): pipeline-parallel size; ``cp`` (default 1): context-parallel size.
+- ``spec`` (default "local"): layer spec of Megatron-core ("local") or TransformerEngine ("te").
+- ``temperature`` (default 1.0, patched only).
+- ``micro_batch``: maximum tokens of a micro-batch, padding included; null for a single micro-batch.
+- ``runs``: list of ``{"mode": "one" | "padded" | "packed", "in": logprob file, "out": path}``. For MoE models without
+  pipeline and context parallelism also ``"routing": true``, which saves the selected experts.
+
+The model is built once, in max(tp * pp * cp, ep) processes. Each run writes the logprobs of the tokens of its ``in``
+file. If ``ep`` exceeds ``tp``, the additional ranks are data-parallel, and all compute the same tokens. An unpatched
+model is stock Megatron-core: it includes padded vocabulary columns in the softmax, accepts packed input only with
+TransformerEngine's attention, and materializes the logits of a whole micro-batch. `plan` writes the jobs;
+`alignkit.drift.bisect.megatron_side` also calls `launch`, with a function of its own.
 """
 
 from __future__ import annotations
@@ -31,10 +35,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from alignkit.check import forks
-from alignkit.check.layout import over_parts, through_stages
+from alignkit.check.layout import over_context_chunks, through_stages
 from alignkit.check.machine import gpu_of, installed
 from alignkit.check.routing import Choices, Placed, file_of
-from alignkit.check.store import listening, meet, served
+from alignkit.check.store import connect_store, listen, serve_store
 from alignkit.contract import contract_id
 from alignkit.convert import Architecture, check_ep, read_architecture
 from alignkit.dist import CP
@@ -48,49 +52,53 @@ _FAILURE = "failure"
 
 
 def run_job(job: dict[str, Any]) -> None:
-    """Runs the job of the module's docstring.
+    """Run a job in the format of the module's docstring.
 
-    Raises InputError or UnsupportedError for a job that cannot run, before a process is started, and
-    RuntimeError with the traceback of the first rank that failed, after the others have been ended.
+    Raises InputError or UnsupportedError for an invalid job before a process starts. If a rank fails, the other ranks
+    are stopped and RuntimeError is raised with the first failing rank's traceback.
     """
     _check(job)
     launch(job, _recompute_runs)
 
 
 def launch(job: dict[str, Any], body: Callable) -> None:
-    """Builds the model of `job` in its processes and calls ``body(rank, job, model, contract)`` in each; `body` is
-    a function of a module, which the processes import. Errors of the ranks are as in `run_job`."""
+    """Build the job's model in its processes and call ``body(rank, job, model, contract)`` in each.
+
+    `body` must be a module-level function, which the processes import. Errors of ranks are raised as in `run_job`.
+    """
     ranks = _ranks(job)
-    # The kernels take their threads from this variable; ranks share the machine's cores.
+    # The kernels read their thread count from this variable; ranks share the machine's cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if ranks == 1:
         return _rank(0, job, body, dist.HashStore())
-    listener = listening()
-    method = "fork" if forks.forked else "spawn"  # in a fork all is imported, and nothing has been done yet
+    listener = listen()
+    method = "fork" if forks.forked else "spawn"  # a forked engine has all imports and has not started any work
     started = torch.multiprocessing.start_processes(
         _guarded, (job, body, listener.getsockname()[1]), nprocs=ranks, join=False, start_method=method
     )
-    store = served(listener)
+    store = serve_store(listener)
     try:
         while not started.join():
             pass
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
         if store.check([_FAILURE]):
             raise RuntimeError(store.get(_FAILURE).decode()) from None
-        raise  # killed: there is no traceback
+        raise  # the rank was killed and left no traceback
 
 
 def _guarded(rank: int, job: dict[str, Any], body: Callable, port: int) -> None:
-    """`_rank`, leaving the traceback of the first rank that fails with the parent: the others then fail too,
-    for want of their peer, and say less."""
-    store = meet(port)
+    """Run `_rank` and store the traceback of the first failing rank for the parent process.
+
+    Later failures of other ranks only report the lost peer.
+    """
+    store = connect_store(port)
     try:
         _rank(rank, job, body, store)
     except BaseException:
         store.compare_set(_FAILURE, "", f"rank {rank} of {_ranks(job)}:\n{traceback.format_exc()}")
         raise
-    # All is written. Taking gloo's groups apart now and then ends a rank by std::terminate, as its peers leave.
+    # All output is written. Destroying gloo groups while peers exit occasionally calls std::terminate; skip it.
     sys.stdout.flush()
     os._exit(0)
 
@@ -105,57 +113,61 @@ _FIELDS = {"model", "dtype", "patched", *_SIZES, "sequence_parallel", "spec", "t
 
 def _check(job: dict[str, Any]) -> None:
     if unknown := set(job) - _FIELDS:
-        raise InputError(f"job: unknown fields {', '.join(sorted(unknown))}")
+        raise InputError(
+            f"job: expected only the fields {', '.join(sorted(_FIELDS))}, got {', '.join(sorted(unknown))}"
+        )
     for field in ("model", "dtype", "patched", "tp", "runs"):
         if field not in job:
-            raise InputError(f"job: field {field!r} is missing")
+            raise InputError(f"job: field {field!r} is required")
     if job["dtype"] not in DTYPES:
-        raise InputError(f"dtype: {job['dtype']!r} is not one of {', '.join(DTYPES)}")
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {job['dtype']!r}")
     for field in _SIZES:
         if not isinstance(job.get(field, 1), int):
-            raise InputError(f"{field}: {job[field]!r} is not an integer")
+            raise InputError(f"{field}: expected an integer, got {job[field]!r}")
     check_layout(
         read_architecture(job["model"]),
         patched=job["patched"],
         **{field: job[field] for field in (*_SIZES, "spec") if field in job},
     )
     if job.get("micro_batch") is not None and not (isinstance(job["micro_batch"], int) and job["micro_batch"] > 0):
-        raise InputError(f"micro_batch: {job['micro_batch']!r} is not a positive integer")
+        raise InputError(f"micro_batch: expected a positive integer or null, got {job['micro_batch']!r}")
     if job.get("temperature", 1.0) != 1.0 and not job["patched"]:
-        raise UnsupportedError("temperature: stock Megatron's loss has none")
+        raise UnsupportedError(f"temperature: stock Megatron-core supports only 1.0, got {job['temperature']!r}")
     for run in job["runs"]:
         if run["mode"] not in _MODES:
-            raise InputError(f"mode: {run['mode']!r} is not one of {', '.join(_MODES)}")
+            raise InputError(f"mode: expected one of {', '.join(_MODES)}, got {run['mode']!r}")
         if run["mode"] == "packed" and not job["patched"] and job.get("spec", "local") == "local":
-            raise UnsupportedError("mode: stock Megatron's local attention takes no packed sequences")
+            raise UnsupportedError("mode: packed is not supported by stock Megatron-core's local attention")
 
 
 def check_layout(
     architecture: Architecture, *, patched: bool, tp: int, ep: int = 1, pp: int = 1, cp: int = 1, spec: str = "local"
 ) -> None:
-    """Raises InputError or UnsupportedError for a layout that a model of `architecture` is not built in here."""
+    """Raise InputError or UnsupportedError if this worker cannot build `architecture` with this parallel layout."""
     if spec not in SPECS:
-        raise InputError(f"spec: {spec!r} is not one of {', '.join(SPECS)}")
+        raise InputError(f"spec: expected one of {', '.join(SPECS)}, got {spec!r}")
     if spec == "te" and not installed("transformer_engine"):
-        raise UnsupportedError("spec: TransformerEngine is not installed")
+        raise UnsupportedError("spec: te requires TransformerEngine, which is not installed")
     architecture.check_tp(tp)
     check_ep(architecture, ep)
     if ep > 1 and max(tp, ep) % min(tp, ep):
-        raise InputError(f"ep: {ep} expert-parallel ranks and {tp} tensor-parallel ones share no number of ranks")
+        raise InputError(f"ep: must divide tp = {tp} or be a multiple of it, got {ep}")
     if pp < 1 or architecture.layers % pp:
-        raise InputError(f"pp: {pp} stages do not divide {architecture.layers} layers")
+        raise InputError(f"pp: must divide the model's {architecture.layers} layers, got {pp}")
     if cp < 1:
-        raise InputError(f"cp: {cp} is not positive")
+        raise InputError(f"cp: must be positive, got {cp}")
     if why := CP.refusal(cp, architecture.heads // tp, architecture.kv_heads // tp):
         raise InputError(f"cp: {why}")
     if cp > 1 and not patched:
-        raise UnsupportedError("cp: stock Megatron's context parallelism is not run here")
+        raise UnsupportedError(f"cp: alignkit check runs stock Megatron-core with cp = 1 only, got {cp}")
     if ep > 1 and pp * cp > 1:
-        raise UnsupportedError("ep: with pipeline or context parallelism it is not run here")
+        raise UnsupportedError(
+            f"ep: alignkit check does not combine expert parallelism with pp or cp, got ep = {ep}, pp = {pp}, cp = {cp}"
+        )
 
 
 def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> None:
-    """One rank."""
+    """Initialize one rank, build its model and call `body`."""
     ranks, ep = _ranks(job), job.get("ep", 1)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gpu = torch.cuda.is_available()
@@ -175,7 +187,7 @@ def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> 
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=1 if ep > 1 else None,
         )
-        if gpu:  # Megatron forks this generator even where nothing is random
+        if gpu:  # Megatron forks this RNG even if nothing is random
             tensor_parallel.model_parallel_cuda_manual_seed(0)
         if job["patched"]:
             patch_megatron(read_architecture(job["model"]).vocab)
@@ -187,15 +199,15 @@ def _rank(rank: int, job: dict[str, Any], body: Callable, store: dist.Store) -> 
             sequence_parallel=job.get("sequence_parallel", False),
             transformer_engine=job.get("spec") == "te",
         )
-        computed_with = contract_id(next(model.parameters()).device) if job["patched"] else "stock"
-        body(rank, job, model, computed_with)
-    dist.barrier()  # no rank leaves before the others are done
+        contract = contract_id(next(model.parameters()).device) if job["patched"] else "stock"
+        body(rank, job, model, contract)
+    dist.barrier()  # no rank exits before the others are done
     if ranks == 1:
         dist.destroy_process_group()
 
 
 def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> None:
-    """The job's runs; rank 0 writes the results."""
+    """Execute the job's runs; rank 0 writes the results."""
     import megatron.core
 
     for run in job["runs"]:
@@ -229,19 +241,19 @@ def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> Non
 def recompute(
     model, given: Logprobs, mode: str, *, temperature: float = 1.0, patched: bool = True, micro_batch: int | None = None
 ) -> list[torch.Tensor]:
-    """fp32 logprobs of `given`'s tokens, one tensor a sequence. A collective of the model's ranks.
+    """Return the fp32 logprobs of `given`'s tokens, one tensor per sequence. Collective over the model's ranks.
 
-    micro_batch: most tokens of a micro-batch, its padding included; a longer sequence is one by itself.
+    micro_batch: maximum tokens of a micro-batch, padding included; a longer sequence forms its own micro-batch.
 
-    Raises InputError for a sequence whose prompt is empty: nothing says how its first token was drawn.
+    Raises InputError for a sequence with an empty prompt, since its first token has no logprob.
     """
     if not all(given.prompts):
-        raise InputError(f"in: the prompt of sequence {given.prompts.index([])} is empty")
+        raise InputError(f"in: prompts must not be empty, got an empty prompt of sequence {given.prompts.index([])}")
     result = [torch.empty(0)] * len(given.tokens)
     device = next(model.parameters()).device
-    drawn = [i for i, tokens in enumerate(given.tokens) if tokens]
+    sampled = [i for i, tokens in enumerate(given.tokens) if tokens]
 
-    def of_stage(tokens, positions, mask, labels, packed) -> torch.Tensor:
+    def stage_logp(tokens, positions, mask, labels, packed) -> torch.Tensor:
         if patched:
             from alignkit.megatron import logprobs
 
@@ -259,37 +271,37 @@ def recompute(
         out = model(tokens, positions, mask, labels=labels, packed_seq_params=packed)
         return -out.float() if model.post_process else out
 
-    of_all = over_parts(model, through_stages(model, of_stage))
+    full_logp = over_context_chunks(model, through_stages(model, stage_logp))
 
     def logp(tokens, labels, mask=None, packed=None) -> torch.Tensor:
         positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-        return of_all(tokens, positions, mask, labels, packed)
+        return full_logp(tokens, positions, mask, labels, packed)
 
     multiple = _multiple(model)
-    if drawn:
-        pairs = [(given.prompts[i], given.tokens[i]) for i in drawn]
+    if sampled:
+        pairs = [(given.prompts[i], given.tokens[i]) for i in sampled]
         values = [
             value for part in _micro_batches(pairs, micro_batch) for value in _MODES[mode](logp, part, multiple, device)
         ]
-        for i, value in zip(drawn, values, strict=True):
+        for i, value in zip(sampled, values, strict=True):
             result[i] = value.cpu()
     return result
 
 
 def _multiple(model) -> int:
-    """What the length of a sequence must be a multiple of."""
+    """Return the number that sequence lengths must be a multiple of under sequence and context parallelism."""
     multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
-    if model.config.context_parallel_size > 1:  # each of its ranks has two chunks of every sequence
+    if model.config.context_parallel_size > 1:  # each rank has two chunks of every sequence
         multiple *= 2 * model.config.context_parallel_size
     return multiple
 
 
 Pairs = list[tuple[list[int], list[int]]]
-"""Prompt and sampled tokens of each sequence; neither is empty."""
+"""(prompt, sampled tokens) of each sequence; neither is empty."""
 
 
 def _micro_batches(pairs: Pairs, tokens: int | None) -> Iterator[Pairs]:
-    """The sequences in their order, so many at a time that they have at most `tokens` when padded."""
+    """Yield consecutive groups of sequences with at most `tokens` tokens each when padded."""
     part: Pairs = []
     longest = 0
     for pair in pairs:
@@ -303,23 +315,23 @@ def _micro_batches(pairs: Pairs, tokens: int | None) -> Iterator[Pairs]:
 
 
 def _forwards(given: Logprobs, mode: str, multiple: int, micro_batch: int | None) -> list[list[Placed]]:
-    """Where each forward of `recompute` has the rows of which sequences, without stages and context parallelism."""
-    drawn = [i for i, tokens in enumerate(given.tokens) if tokens]
-    left, forwards = iter(drawn), []
-    for part in _micro_batches([(given.prompts[i], given.tokens[i]) for i in drawn], micro_batch):
-        if mode == "packed":  # end to end
-            lengths = [len(prompt) + len(sampled) - 1 for prompt, sampled in part]
+    """Return the placement of sequences in each forward of `recompute`, for pp = cp = 1."""
+    sampled = [i for i, tokens in enumerate(given.tokens) if tokens]
+    sequences, forwards = iter(sampled), []
+    for part in _micro_batches([(given.prompts[i], given.tokens[i]) for i in sampled], micro_batch):
+        if mode == "packed":  # concatenated
+            lengths = [len(prompt) + len(tokens) - 1 for prompt, tokens in part]
             starts = [0, *itertools.accumulate(n + -n % multiple for n in lengths)][:-1]
-            forwards.append([Placed(next(left), start, 1) for start in starts])
-        elif mode == "padded":  # Megatron's order: of all sequences, position by position
-            forwards.append([Placed(next(left), i, len(part)) for i in range(len(part))])
+            forwards.append([Placed(next(sequences), start, 1) for start in starts])
+        elif mode == "padded":  # [s, b] order
+            forwards.append([Placed(next(sequences), i, len(part)) for i in range(len(part))])
         else:
-            forwards += [[Placed(next(left), 0, 1)] for _ in part]
+            forwards += [[Placed(next(sequences), 0, 1)] for _ in part]
     return forwards
 
 
 def _padded(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -> list[torch.Tensor]:
-    """Sequences as a micro-batch ``[b, s]``, padded on the right; s is a multiple of `multiple`."""
+    """Run sequences as a right-padded micro-batch ``[b, s]``; s is a multiple of `multiple`."""
     rows = [prompt + sampled for prompt, sampled in pairs]
     s = max(len(row) for row in rows) - 1
     s += -s % multiple
@@ -331,19 +343,19 @@ def _padded(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -
         tokens[i, :end] = torch.tensor(row[:-1])
         labels[i, first:end] = torch.tensor(sampled)
         spans.append((first, end))
-    # Megatron makes the default mask on a GPU, so one is given; True hides.
+    # Megatron builds its default mask on a GPU, so pass one; True masks out.
     mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1)
     out = logp(tokens, labels, mask)
     return [out[i, first:end].clone() for i, (first, end) in enumerate(spans)]
 
 
 def _one(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -> list[torch.Tensor]:
-    """Each sequence in a micro-batch of its own."""
+    """Run each sequence as its own micro-batch."""
     return [_padded(logp, [pair], multiple, device)[0] for pair in pairs]
 
 
 def _packed(logp: Callable, pairs: Pairs, multiple: int, device: torch.device) -> list[torch.Tensor]:
-    """Sequences end to end in one row (THD), each padded to a multiple of `multiple`."""
+    """Run sequences packed in one row (THD), each padded to a multiple of `multiple`."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens, labels, spans, starts = [], [], [], [0]

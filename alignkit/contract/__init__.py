@@ -1,4 +1,4 @@
-"""The numerics contract: its constants and its id. `docs/contract.md` says what they mean."""
+"""The numerics contract: its constants and its id. docs/contract.md defines them; a change of bits changes the id."""
 
 from .constants import K_LEAVES, K_STEP, SUM_LANES, VOCAB_TILE, k_leaves
 from .ids import contract_id

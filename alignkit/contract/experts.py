@@ -1,4 +1,4 @@
-"""The balanced tree over experts. docs/contract.md, "Mixture of experts"."""
+"""The balanced tree over experts: the order of summation of docs/contract.md, "Mixture of experts"."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import NamedTuple
 
 
 class ExpertTree(NamedTuple):
-    """Which leaf of the tree an expert has: n = `run` * `groups`, run odd and groups a power of two; the ids are cut into
-    `groups` runs of `run` neighbours, each filled up to `width`, the next power of two. So ranks whose number divides
-    `groups` own subtrees."""
+    """The mapping from expert ids to leaves of the balanced tree.
+
+    The number of experts is `run` * `groups`, run odd and groups a power of two. Expert ids form `groups` runs of
+    `run` consecutive ids, each padded with absent leaves to `width`, the next power of two. If the number of
+    expert-parallel ranks divides `groups`, each rank owns a subtree.
+    """
 
     run: int
     groups: int
@@ -16,10 +19,11 @@ class ExpertTree(NamedTuple):
 
     @staticmethod
     def of(experts: int) -> ExpertTree:
+        """Return the tree over `experts` experts."""
         groups = experts & -experts
         run = experts // groups
         return ExpertTree(run, groups, 1 << (run - 1).bit_length())
 
     def leaf(self, expert):
-        """Of an id, or of a tensor of ids."""
+        """Return the leaf index of an expert id (an int or an integer tensor)."""
         return expert // self.run * self.width + expert % self.run

@@ -1,4 +1,8 @@
-"""The contract's id. Two logprobs may be compared bit for bit only if they carry the same."""
+"""The contract id. Logprobs may be compared bit for bit only under the same id.
+
+Logprob files and golden_*.json store ids; `Family.contract_id` of `runtime.families` formats them. `contract_id` is
+public (docs/api/alignkit.md).
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,27 @@ if TYPE_CHECKING:
 
 
 def contract_id(device: torch.device | torch.Tensor | str | None = None) -> str:
-    """Identity of the contract on a device family, e.g. ``alignkit-3/cpu/v128/k8/kv32/leaf128``.
+    """Return the contract id of a device family, e.g. ``alignkit-3/cpu/v128/k8/kv32/leaf128``.
 
-    device: what computed the numbers: a device or its name (``"cuda"``), a tensor that lies where they were computed,
-        such as a weight, or a family (``"cpu"``, ``"sm90"``). Of a running engine ask the engine instead:
-        `alignkit.vllm.worker_status(llm)[0]["contract"]`, `alignkit.megatron.status(model)["contract"]`.
+    For a running engine, use `alignkit.vllm.worker_status(llm)[0]["contract"]` or
+    `alignkit.megatron.status(model)["contract"]` instead.
 
-    Raises InputError without a device, for there is none that is right by default, and BackendError for one on which
-    alignkit has no backend.
+    Args:
+        device: Device that computed the numbers: a torch.device or its name (``"cuda"``), a tensor on that device
+            (e.g. a weight), or a device family (``"cpu"``, ``"sm90"``). Required; there is no default device.
+
+    Returns:
+        The id: contract version, device family and the contract constants.
+
+    Raises:
+        InputError: `device` is missing, or is neither a device nor a family.
+        BackendError: alignkit has no backend for the device.
     """
     return _family(device).contract_id
 
 
 def _family(device: torch.device | torch.Tensor | str | None) -> Family:
-    import torch  # not by those who merely import alignkit
+    import torch  # deferred: `import alignkit` must not import torch
 
     from ..runtime import dispatch, families
 
@@ -38,11 +49,10 @@ def _family(device: torch.device | torch.Tensor | str | None) -> Family:
             given = torch.device(given)
         except RuntimeError:
             raise InputError(
-                f"device: {device!r} is neither a device nor one of {', '.join(families.BY_NAME)}"
+                f"device: must be a device or one of {', '.join(families.BY_NAME)}, got {device!r}"
             ) from None
     if not isinstance(given, torch.device):
         raise InputError(
-            f"device: {given!r}; contract_id needs the device that computed the numbers, such as "
-            "weight.device or 'cuda'"
+            f"device: must be the device that computed the numbers, such as weight.device or 'cuda', got {given!r}"
         )
     return dispatch.family(given)

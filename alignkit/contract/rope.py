@@ -1,4 +1,7 @@
-"""Scaled rotary frequencies, in Python's doubles. docs/contract.md, "RoPE". Each formula is computed in the order written."""
+"""Scaled rotary frequencies in float64: the formulas of docs/contract.md, "RoPE".
+
+The order of operations as written determines bits of the rope table. `Llama3` and `Yarn` are public (docs/api/ops.md).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1's: long waves are stretched by `factor`, short ones stay, those between are interpolated."""
+    """Llama 3.1 scaling: divide low frequencies by `factor`, keep high ones, interpolate between the two."""
 
     factor: float
     low_freq_factor: float
@@ -17,10 +20,11 @@ class Llama3:
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         return 1.0
 
     def frequencies(self, head_dim: int, base: float) -> list[float]:
+        """Return the head_dim / 2 scaled frequencies."""
         return [self._scaled(f) for f in plain(head_dim, base)]
 
     def _scaled(self, f: float) -> float:
@@ -37,10 +41,9 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN's: a ramp over the dimensions from the frequencies as they are to those divided by `factor`.
+    """YaRN scaling: a linear ramp over the dimensions, from unscaled frequencies to frequencies over `factor`.
 
-    attention_factor: what cosines and sines are multiplied by. truncate: whether the ramp begins and ends at whole
-    dimensions.
+    `attention_factor` multiplies cosines and sines. `truncate` rounds the ends of the ramp to whole dimensions.
     """
 
     factor: float
@@ -51,6 +54,8 @@ class Yarn:
     truncate: bool
 
     def frequencies(self, head_dim: int, base: float) -> list[float]:
+        """Return the head_dim / 2 scaled frequencies."""
+
         def dimension(rotations: float) -> float:
             turns = self.original_max_position / (rotations * 2.0 * math.pi)
             return head_dim * math.log(turns) / (2.0 * math.log(base))
@@ -69,12 +74,12 @@ Scaling = Llama3 | Yarn
 
 
 def plain(head_dim: int, base: float) -> list[float]:
-    """The frequencies without scaling."""
+    """Return the head_dim / 2 unscaled frequencies."""
     return [base ** (-2.0 * j / head_dim) for j in range(head_dim // 2)]
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """The attention factor that YaRN has if no other is asked for."""
+    """Return YaRN's default attention factor."""
 
     def scale(m: float) -> float:
         return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,5 +1,8 @@
-"""What ranks that share a layer tell each other before they compute: short messages through the hosts' memory and network,
-never through a GPU, so that nothing here waits for one."""
+"""Host-side all-gather of small Python objects, used for collective checks before an op computes.
+
+Messages travel over CPU tensors, never through a GPU, so nothing here synchronizes with a device. All ranks must
+run the same code: the message format has no version.
+"""
 
 from __future__ import annotations
 
@@ -14,62 +17,70 @@ import torch.distributed as dist
 from ..errors import BackendError
 
 SLOT = 1024
-"""Bytes of a message that travels at once; if a rank's is longer, all ranks send theirs a second time."""
+"""schedule: message bytes of the first all-gather; if any rank's message is longer, all ranks gather again."""
 _LENGTH = 8
+"""schedule: bytes of the length prefix."""
 _CPU = torch.device("cpu")
 _TIMEOUT = datetime.timedelta(minutes=30)
-"""For how long a rank waits for another, which may be loading data: that of torch's groups by gloo."""
+"""schedule: longest wait for another rank, which may be loading data; torch's default for gloo groups."""
 
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
 
 def channel(group: dist.ProcessGroup):
-    """What carries CPU tensors between the ranks of `group`: its own backend for them, or one by gloo that the ranks make
-    together when they first ask."""
+    """Return the CPU backend of `group`: its own, or a gloo backend that all ranks create at their first call."""
     found = _channels.get(group)
     if found is None:
-        found = _channels[group] = _own(group) or _made(group)
+        found = _channels[group] = _cpu_backend(group) or _create_gloo(group)
     return found
 
 
-def _own(group: dist.ProcessGroup):
+def _cpu_backend(group: dist.ProcessGroup):
     try:
         return group._get_backend(_CPU)
     except RuntimeError:
         return None
 
 
-def _made(group: dist.ProcessGroup):
-    """Not by `new_group`, which all processes of the job would have to call."""
+def _create_gloo(group: dist.ProcessGroup):
+    """Create a gloo backend without `new_group`, which every process of the job would have to call."""
     store = dist.PrefixStore("alignkit", dist.distributed_c10d._get_process_group_store(group))
     return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), _TIMEOUT)
 
 
-def told(group: dist.ProcessGroup, value: Any, called: str = "tensor-parallel") -> list[Any]:
-    """What each rank says, in rank order. A collective of the hosts. Raises BackendError, which calls the group as it is
-    `called`, if another rank is gone."""
-    size, ours = dist.get_world_size(group), pickle.dumps(value)
+def all_gather_objects(group: dist.ProcessGroup, value: Any, label: str = "tensor-parallel") -> list[Any]:
+    """Return the values of all ranks, in rank order; a host-side collective.
+
+    Args:
+        group: Process group; all its ranks must call this.
+        value: Any picklable object.
+        label: Name of the group in errors.
+
+    Raises:
+        BackendError: the exchange failed, e.g. because another rank died.
+    """
+    size, message = dist.get_world_size(group), pickle.dumps(value)
     try:
-        through = channel(group)
-        messages = _send(through, size, ours, SLOT)
-        longest = max(len(ours) for ours in messages)
+        backend = channel(group)
+        messages = _all_gather_bytes(backend, size, message, SLOT)
+        longest = max(len(received) for received in messages)
         if longest > SLOT - _LENGTH:
-            messages = _send(through, size, ours, longest + _LENGTH)
+            messages = _all_gather_bytes(backend, size, message, longest + _LENGTH)
     except RuntimeError as e:
-        raise BackendError(f"{called} group: its ranks could not reach each other, one may have ended: {e}") from e
-    return [pickle.loads(message) for message in messages]
+        raise BackendError(f"{label} group: its ranks could not exchange messages; one may have died: {e}") from e
+    return [pickle.loads(received) for received in messages]
 
 
-def _send(through, size: int, message: bytes, slot: int) -> list[bytes]:
-    """The messages of all ranks; one that is longer than the slot as so many zeros."""
-    ours = bytearray(slot)
-    ours[:_LENGTH] = len(message).to_bytes(_LENGTH, "little")
+def _all_gather_bytes(backend, size: int, message: bytes, slot: int) -> list[bytes]:
+    """Return the messages of all ranks; a message longer than the slot becomes zeros of the same length."""
+    sent = bytearray(slot)
+    sent[:_LENGTH] = len(message).to_bytes(_LENGTH, "little")
     if len(message) <= slot - _LENGTH:
-        ours[_LENGTH : _LENGTH + len(message)] = message
+        sent[_LENGTH : _LENGTH + len(message)] = message
     gathered = [torch.empty(slot, dtype=torch.uint8, device="cpu") for _ in range(size)]
-    through.allgather([gathered], [torch.frombuffer(ours, dtype=torch.uint8)]).wait()
+    backend.allgather([gathered], [torch.frombuffer(sent, dtype=torch.uint8)]).wait()
     messages = []
-    for taken in (t.numpy().tobytes() for t in gathered):
-        length, body = int.from_bytes(taken[:_LENGTH], "little"), taken[_LENGTH:]
+    for received in (t.numpy().tobytes() for t in gathered):
+        length, body = int.from_bytes(received[:_LENGTH], "little"), received[_LENGTH:]
         messages.append(body[:length] if length <= len(body) else bytes(length))
     return messages

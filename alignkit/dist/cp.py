@@ -1,5 +1,10 @@
-"""Ranks that share sequences (context parallelism), each with two chunks of every one: where its rows are, and the exchange
-of rows for heads around an op that needs whole sequences. No sums but those of gradients of heads that several ranks hold."""
+"""Context parallelism: row positions of a rank, and the all-to-all between sequence and head sharding.
+
+Each rank holds two chunks of every sequence. An op that needs whole sequences runs on a shard of the heads instead.
+The only sums are gradients of KV heads that several ranks replicate; docs/contract.md, "Attention", fixes their order.
+
+Public: names and signatures are documented in docs/api/dist.md. The order of chunks is Megatron-core's.
+"""
 
 from __future__ import annotations
 
@@ -11,126 +16,184 @@ from .tp import balanced_tree, finish
 
 
 class CP:
-    """`CP(None)` is a single rank. Otherwise a sequence is cut into 2 * size equal chunks, of which rank r holds r and
-    2 * size - 1 - r, one after the other, as Megatron cuts it. A rank's rows are those of one sequence after the other.
+    """Context-parallel ranks, which share every sequence.
 
-    exchange: for the time of an op a rank has all rows of a part of the heads instead, which are equal parts in rank order.
-    Where ranks are more than heads of k and v, several have the same one.
+    A sequence is cut into 2 * size equal chunks; rank r holds chunks r and 2 * size - 1 - r, in this order, as in
+    Megatron-core. The rows of a rank are its chunks of one sequence after the other.
+
+    `to_heads` and `to_rows` exchange sequence shards for head shards (all-to-all). In head shards, each rank has all
+    rows of an equal part of the heads, in rank order. With more ranks than KV heads, several ranks have the same KV
+    head. The forward pass is a pure permutation; docs/contract.md, "Attention", defines the gradient sums.
+
+    Attributes:
+        group: Process group; None for a single rank.
+        rank: Rank in the group.
+        size: Number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
+        """Wrap a process group.
+
+        Args:
+            group: torch process group, in the order of the context-parallel ranks; None for a single rank.
+        """
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
     @staticmethod
     def refusal(size: int, heads: int, kv_heads: int) -> str | None:
-        """Why `size` ranks cannot share so many heads of q, and of k and v; None if they can."""
+        """Return the requirement that `size` ranks violate, with its values, or None if they can share the heads.
+
+        Args:
+            size: Number of context-parallel ranks.
+            heads: Query heads.
+            kv_heads: KV heads; divides `heads`.
+        """
         if heads % size:
-            return f"{size} ranks do not divide {heads} query heads"
+            return f"must divide query heads = {heads}, got {size}"
         each, group = heads // size, heads // kv_heads
         if each % group and group % each:
-            return f"the {each} query heads of each of {size} ranks are not those of whole KV heads, nor all of one"
+            return (
+                f"must give query heads per rank that divide the GQA group of {group} query heads or are a multiple of "
+                f"it, got {each} per rank with {size} ranks"
+            )
         return None
 
     def positions(self, rows: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-        """int64 [rows]: the place in its sequence of each row that this rank has of one sequence, or of several with the
-        starts `cu_seqlens`, which count the rows of all ranks."""
+        """Return the position, within its sequence, of each row of this rank.
+
+        Args:
+            rows: Rows of this rank.
+            cu_seqlens: int [B + 1], starts of the packed sequences in rows of all ranks; None for one sequence.
+            device: Device of the result if `cu_seqlens` is None.
+
+        Returns:
+            int64 [rows].
+        """
         if cu_seqlens is None:
-            place, length = torch.arange(rows, device=device), rows
+            index, length = torch.arange(rows, device=device), rows
         else:
-            place, sequence = self._places(rows, cu_seqlens)
-            if self.size == 1:  # as most are, in every layer
-                return place
-            length = self._lengths(cu_seqlens)[sequence]
-        return self._global(place, length, self.rank)
+            index, sequence = self._local_rows(rows, cu_seqlens)
+            if self.size == 1:  # the common case, called in every layer
+                return index
+            length = self._local_lengths(cu_seqlens)[sequence]
+        return self._global_position(index, length, self.rank)
 
     def order(self, rows: int, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        """int64 [size * rows]: of each row of all ranks, one rank's after the other's, its place among the rows of the
-        whole sequences, whose starts are `cu_seqlens`."""
-        place, sequence = self._places(rows, cu_seqlens)
-        length, start = self._lengths(cu_seqlens)[sequence], cu_seqlens.to(torch.int64)[sequence]
-        return torch.cat([start + self._global(place, length, rank) for rank in range(self.size)])
+        """Return the row of each gathered row in the concatenation of the whole sequences.
 
-    def _places(self, rows: int, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row: its place among the rank's of its sequence, and which sequence that is."""
-        own = self._own(cu_seqlens)
-        index = torch.arange(rows, device=own.device)
-        # The last sequence that begins at or before a row has it: an empty one begins where the next does.
-        sequence = torch.searchsorted(own, index, right=True) - 1
-        return index - own[sequence], sequence
+        Args:
+            rows: Rows of this rank.
+            cu_seqlens: int [B + 1], starts of the packed sequences in rows of all ranks.
 
-    def _lengths(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        """How many rows of each sequence a rank has; at the end 0, for rows beyond the last."""
-        own = self._own(cu_seqlens)
-        return torch.cat([own[1:], own[-1:]]) - own
+        Returns:
+            int64 [size * rows]; gathered rows are concatenated in rank order.
+        """
+        index, sequence = self._local_rows(rows, cu_seqlens)
+        length, start = self._local_lengths(cu_seqlens)[sequence], cu_seqlens.to(torch.int64)[sequence]
+        return torch.cat([start + self._global_position(index, length, rank) for rank in range(self.size)])
 
-    def _own(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        """The starts among a rank's rows."""
+    def _local_rows(self, rows: int, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return, for each row of a rank, its index among the rank's rows of its sequence, and the sequence."""
+        starts = self._local_starts(cu_seqlens)
+        index = torch.arange(rows, device=starts.device)
+        # A row belongs to the last sequence that starts at or before it; empty sequences share a start with the next.
+        sequence = torch.searchsorted(starts, index, right=True) - 1
+        return index - starts[sequence], sequence
+
+    def _local_lengths(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """Return a rank's rows per sequence, and a final 0 for rows beyond the last sequence."""
+        starts = self._local_starts(cu_seqlens)
+        return torch.cat([starts[1:], starts[-1:]]) - starts
+
+    def _local_starts(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """Return the starts of the sequences in rows of one rank."""
         starts = cu_seqlens.to(torch.int64)
         return starts if self.size == 1 else starts // self.size
 
-    def _global(self, place: torch.Tensor, length: torch.Tensor | int, rank: int) -> torch.Tensor:
+    def _global_position(self, index: torch.Tensor, length: torch.Tensor | int, rank: int) -> torch.Tensor:
+        """Return the position in its sequence of a rank's row `index`; `length` is the rank's rows of the sequence."""
         if self.size == 1:
-            return place
+            return index
         chunk = length // 2
-        return torch.where(place < chunk, place + rank * chunk, place + (2 * self.size - 2 - rank) * chunk)
+        return torch.where(index < chunk, index + rank * chunk, index + (2 * self.size - 2 - rank) * chunk)
 
     def to_heads(self, t: torch.Tensor, order: torch.Tensor, heads: int) -> torch.Tensor:
-        """[rows, H, D] of this rank -> [size * rows, n, D]: all rows, in their order, of this rank's heads. heads: of q;
-        H may be fewer, of k and v."""
+        """Exchange sequence shards for head shards.
+
+        Differentiable once: the gradient of a KV head that several ranks have is rounded to t's dtype on each, then
+        added in fp32 by the balanced tree of rank order and rounded again.
+
+        Args:
+            t: [rows, H, D], any dtype; the rows of this rank, all heads. Copied if not contiguous.
+            order: `order(rows, cu_seqlens)`.
+            heads: Query heads; H is `heads`, or the number of KV heads for k and v.
+
+        Returns:
+            [size * rows, n, D]: all rows, in sequence order, of this rank's n heads.
+        """
         return _ToHeads.apply(t, order, self, heads)
 
     def to_rows(self, t: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """The inverse for q's heads: [size * rows, n, D] -> [rows, size * n, D]."""
+        """Exchange head shards of query heads back for sequence shards; the inverse of `to_heads`.
+
+        Args:
+            t: [size * rows, n, D]: all rows, in sequence order, of this rank's n query heads.
+            order: `order(rows, cu_seqlens)`.
+
+        Returns:
+            [rows, size * n, D]: the rows of this rank, all heads. Differentiable once.
+        """
         return _ToRows.apply(t, order, self)
 
-    def _held(self, heads: int, kv_heads: int) -> tuple[int, int]:
-        """How many of `kv_heads` a rank has, and how many ranks have the same one."""
+    def _kv_heads_per_rank(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        """Return a rank's number of KV heads, and the number of ranks that have the same KV head."""
         each, group = heads // self.size, heads // kv_heads
         return (each // group, 1) if each >= group else (1, group // each)
 
-    def _spread(self, t: torch.Tensor, order: torch.Tensor, heads: int) -> torch.Tensor:
-        rows, have, dim = t.shape
-        count, sharers = self._held(heads, have)
-        parts = t.view(rows, -1, count, dim).transpose(0, 1)  # [size / sharers, rows, count, dim]
-        parts = parts.repeat_interleave(sharers, 0) if sharers > 1 else parts
-        taken = self._swap(parts.contiguous()).view(self.size * rows, count, dim)
-        whole = torch.empty_like(taken)
-        whole[order] = taken
+    def _scatter_heads(self, t: torch.Tensor, order: torch.Tensor, heads: int) -> torch.Tensor:
+        """Return all rows of this rank's heads."""
+        rows, total, dim = t.shape
+        count, replicas = self._kv_heads_per_rank(heads, total)
+        parts = t.view(rows, -1, count, dim).transpose(0, 1)  # [size / replicas, rows, count, dim]
+        parts = parts.repeat_interleave(replicas, 0) if replicas > 1 else parts
+        received = self._all_to_all(parts.contiguous()).view(self.size * rows, count, dim)
+        whole = torch.empty_like(received)
+        whole[order] = received
         return whole
 
-    def _collect(self, t: torch.Tensor, order: torch.Tensor, heads: int, have: int) -> torch.Tensor:
-        """The inverse. What several ranks give for a head is added in fp32 by the balanced tree of rank order."""
-        rows, (count, sharers) = len(t) // self.size, self._held(heads, have)
-        parts = self._swap(t[order].contiguous()).view(-1, sharers, rows, count, t.shape[-1])
-        if sharers == 1:
+    def _gather_heads(self, t: torch.Tensor, order: torch.Tensor, heads: int, total: int) -> torch.Tensor:
+        """Invert `_scatter_heads`; replicas of a KV head are added in fp32 by the balanced tree of rank order."""
+        rows, (count, replicas) = len(t) // self.size, self._kv_heads_per_rank(heads, total)
+        parts = self._all_to_all(t[order].contiguous()).view(-1, replicas, rows, count, t.shape[-1])
+        if replicas == 1:
             summed = parts[:, 0]
         else:
             added = balanced_tree([part.float() for part in parts.unbind(1)])
             summed = finish(added.view(-1, t.shape[-1]), None, t.dtype).view(added.shape)
-        return summed.transpose(0, 1).reshape(rows, have, t.shape[-1]).contiguous()
+        return summed.transpose(0, 1).reshape(rows, total, t.shape[-1]).contiguous()
 
-    def _swap(self, t: torch.Tensor) -> torch.Tensor:
-        """Each rank's part for this one, in rank order, of tensors cut into parts along dim 0. As bytes, so of any type."""
+    def _all_to_all(self, t: torch.Tensor) -> torch.Tensor:
+        """Exchange equal parts along dim 0, as bytes; return the received parts in rank order."""
         sent = t.view(-1).view(torch.uint8)
-        taken = torch.empty_like(sent)
-        dist.all_to_all_single(taken, sent, group=self.group)
-        return taken.view(t.dtype).view(t.shape)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return received.view(t.dtype).view(t.shape)
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t, order, cp, heads):
         ctx.save_for_backward(order)
-        ctx.cp, ctx.heads, ctx.have = cp, heads, t.shape[1]
-        return cp._spread(t.contiguous(), order, heads)
+        ctx.cp, ctx.heads, ctx.total = cp, heads, t.shape[1]
+        return cp._scatter_heads(t.contiguous(), order, heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (order,) = ctx.saved_tensors
-        return ctx.cp._collect(grad, order, ctx.heads, ctx.have), None, None, None
+        return ctx.cp._gather_heads(grad, order, ctx.heads, ctx.total), None, None, None
 
 
 class _ToRows(torch.autograd.Function):
@@ -139,10 +202,10 @@ class _ToRows(torch.autograd.Function):
         ctx.save_for_backward(order)
         ctx.cp = cp
         heads = t.shape[1] * cp.size
-        return cp._collect(t, order, heads, heads)
+        return cp._gather_heads(t, order, heads, heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (order,) = ctx.saved_tensors
-        return ctx.cp._spread(grad.contiguous(), order, grad.shape[1]), None, None
+        return ctx.cp._scatter_heads(grad.contiguous(), order, grad.shape[1]), None, None

@@ -1,4 +1,7 @@
-"""A thin view of a tensor-parallel process group: fixed-order sums and verdicts that all ranks reach together."""
+"""A thin wrapper of a tensor-parallel process group: fixed-order sums and collective checks.
+
+Public: names and signatures are documented in docs/api/dist.md. The tree of ranks in `balanced_tree` is the contract's.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,45 @@ from ..config import config
 from ..errors import AlignkitError, InputError
 from ..runtime import families, native
 from . import symmetric
-from .agreement import told
+from .agreement import all_gather_objects
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+_all_gather = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # the function name before torch 2.12
 
 
 def strict() -> bool:
-    """Whether ``ALIGNKIT_STRICT=1``: values on a GPU are looked at before they are used, although that waits for it."""
+    """Return whether ``ALIGNKIT_STRICT=1``, i.e. values on a GPU are validated before use (synchronizes)."""
     return config.strict
 
 
 class TP:
-    """The ranks that share one layer. `TP(None)` is a single rank; otherwise `group` is a torch process group
-    whose rank order is the shard order. Its tensors' collectives may be captured in a CUDA graph.
+    """The ranks that share one layer.
 
-    agreed: the caller has made sure that all ranks make the same calls, with what fits together: they do not tell each
-    other again. So it is inside a model whose ranks agreed on it and on its input when its forward began.
-    called: what the group is in errors.
+    Sums over ranks use the balanced tree of rank order in fp32, so their bits depend on the number of ranks alone.
+    Tensor collectives may be captured in a CUDA graph. The collective checks (`check*`) exchange messages between
+    hosts and cannot be captured, except `check_same_values` of GPU tensors.
+
+    Attributes:
+        group: Process group; None for a single rank.
+        agreed: True if the collective checks are skipped.
+        label: Name of the group in errors.
+        rank: Rank in the group; also the index of its shard.
+        size: Number of ranks.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, *, agreed: bool = False, called: str = "tensor-parallel"
-    ):
+    def __init__(self, group: dist.ProcessGroup | None = None, *, agreed: bool = False, label: str = "tensor-parallel"):
+        """Wrap a process group.
+
+        Args:
+            group: torch process group whose rank order is the shard order; None for a single rank.
+            agreed: Skip the collective checks. The caller guarantees that all ranks make the same calls with
+                matching arguments, e.g. inside a model whose forward has checked its input on all ranks.
+            label: Name of the group in errors.
+        """
         self.group = group
         self.agreed = agreed
-        self.called = called
+        self.label = label
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
@@ -47,13 +64,27 @@ class TP:
         return f"TP(rank={self.rank}, size={self.size})"
 
     def all_gather(self, t: torch.Tensor) -> list[torch.Tensor]:
-        """The tensor of every rank, in rank order; shapes must agree."""
+        """Return the tensors of all ranks, in rank order.
+
+        Args:
+            t: Tensor of any dtype; the same shape and dtype on every rank.
+
+        Returns:
+            `size` tensors like t; [t] itself for a single rank. Not differentiable.
+        """
         if self.size == 1:
             return [t]
         return list(self.gather(t[None]).unbind(0))
 
     def gather(self, t: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks along dim 0, in rank order; shapes must agree."""
+        """Return the tensors of all ranks, concatenated along dim 0 in rank order.
+
+        Args:
+            t: [R, ...], any dtype; the same shape and dtype on every rank. Copied if not contiguous.
+
+        Returns:
+            [size * R, ...]; t itself for a single rank. Not differentiable.
+        """
         if self.size == 1:
             return t
         t = t.contiguous()
@@ -61,13 +92,26 @@ class TP:
         _all_gather(out.view(-1), t.view(-1), group=self.group)
         return out
 
-    def height(self, rows: int) -> int:
-        """How many rows each rank brings to a `gather` if this one has `rows`: as many, where shapes agree. Ranks of an engine
-        with other numbers pad theirs."""
+    def padded_rows(self, rows: int) -> int:
+        """Return the rows per rank to pad to before a `gather`.
+
+        The base class assumes equal shapes and returns `rows`. Engine subclasses with different row counts per rank
+        return the common padded count.
+
+        Args:
+            rows: Rows of this rank.
+        """
         return rows
 
     def begin_gather(self, t: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """`gather`, of which the result is asked for later: what is computed until then takes place beside the transfer."""
+        """Start a `gather` that overlaps with computation.
+
+        Args:
+            t: As for `gather`; must not be modified before the returned function is called.
+
+        Returns:
+            A function that waits for the transfer and returns the result of `gather`.
+        """
         if self.size == 1:
             return lambda: t
         t = t.contiguous()
@@ -81,12 +125,27 @@ class TP:
         return gathered
 
     def tree_sum(self, t: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks by the balanced tree of rank order (neighbours first), in t's type. An odd rank out
-        joins at the next level."""
+        """Return the sum over ranks by the balanced tree of rank order, neighbors first (all-reduce).
+
+        A rank without a neighbor at one level enters the next.
+
+        Args:
+            t: fp32 for the contract's sums, otherwise summed in its own dtype; the same shape and dtype on every rank.
+
+        Returns:
+            A tensor like t, the same bits on every rank; t itself for a single rank. Not differentiable.
+        """
         return self._sum(t, False)
 
     def tree_sum_scatter(self, t: torch.Tensor) -> torch.Tensor:
-        """This rank's slice along dim 0 of `tree_sum(t)`; only the slices travel. The ranks must divide dim 0."""
+        """Return this rank's slice along dim 0 of `tree_sum(t)` (reduce-scatter).
+
+        Args:
+            t: [R, ...], as for `tree_sum`; `size` divides R.
+
+        Returns:
+            [R / size, ...]; t itself for a single rank. Not differentiable.
+        """
         return self._sum(t, True)
 
     def sum_products(
@@ -100,8 +159,23 @@ class TP:
         dtype: torch.dtype = torch.float32,
         scatter: bool = False,
     ) -> torch.Tensor:
-        """`tree_sum`, or `tree_sum_scatter`, of fp32 [rows, columns] that `product` makes where they are added, which
-        takes one copy less; plus bias [columns] in fp32, rounded to `dtype`."""
+        """Return the sum over ranks of GEMM results, plus a bias, rounded to `dtype`.
+
+        The GEMM writes directly to symmetric memory if available, which saves a copy.
+
+        Args:
+            product: ``product(rows, out, spare)`` writes this rank's fp32 result of the row slice `rows` to `out`,
+                leaving `spare` SMs to concurrent kernels if it can. May be called several times, for parts of the rows.
+            rows: Rows of the result before scattering.
+            columns: Columns of the result.
+            device: Device of the result.
+            bias: [columns] or None; added once, after the sum, in fp32.
+            dtype: Result dtype; the sum is rounded to it once.
+            scatter: Return this rank's slice along dim 0 only; `size` divides `rows`.
+
+        Returns:
+            [rows, columns], or [rows / size, columns] with `scatter`. Not differentiable.
+        """
         if (shared := self._workspace(device, rows, columns, scatter)) is not None:
             if dtype in symmetric.DTYPES:
                 return shared.sum(product, rows, columns, bias, dtype, scatter)
@@ -130,58 +204,84 @@ class TP:
         return balanced_tree(list(parts.chunk(self.size, dim=0)))
 
     def _workspace(self, device: torch.device, rows: int, columns: int, scatter: bool) -> symmetric.Workspace | None:
-        """The group's, if it takes these sums. On all ranks or none, as their shapes agree."""
+        """Return the symmetric-memory workspace if it supports this sum; the same decision on all ranks."""
         found = None if self.group is None else symmetric.workspace(self.group, device)
-        return found if found is not None and found.takes(rows, columns, scatter) else None
+        return found if found is not None and found.supports(rows, columns, scatter) else None
 
     def shard(self, t: torch.Tensor) -> torch.Tensor:
-        """This rank's equal slice along dim 0."""
+        """Return this rank's slice of t [R, ...] along dim 0, a view of R / size rows; `size` divides R."""
         return t if self.size == 1 else t.chunk(self.size, dim=0)[self.rank]
 
     def check(self, op: str, checks: Callable[[], Hashable]) -> list[Any]:
-        """Run `checks` on this rank and raise on every rank if it failed on any.
+        """Run `checks` on every rank and raise on all ranks if it failed on any.
 
-        `checks` raises or returns this rank's metadata, made of what pickle takes; the metadata of all ranks is returned. A
-        rank that fails alone would leave the others waiting in the op's collectives, so whatever it raises becomes the
-        verdict of all. That is so in every call: ranks exchange messages from host to host and remember nothing, since none
-        could know what another remembers.
+        A rank that failed alone would leave the others waiting in the op's collectives. Ranks exchange messages in
+        every call: a cached result could exist on some ranks only.
+
+        Args:
+            op: Name of the op in errors.
+            checks: Raises, or returns picklable metadata of this rank.
+
+        Returns:
+            The metadata of all ranks, in rank order. With `agreed` or a single rank nothing is exchanged.
+
+        Raises:
+            AlignkitError: `checks` failed on another rank; of the class raised there.
+            InputError: ``ALIGNKIT_STRICT`` differs between the ranks.
+            BackendError: the ranks could not exchange messages.
         """
         if self.size == 1 or self.agreed:
             return [checks()] * self.size
-        error, said = None, None
+        error, message = None, None
         try:
-            said = (strict(), None, checks())
-            pickle.dumps(said)
+            message = (strict(), None, checks())
+            pickle.dumps(message)
         except Exception as e:
-            error, said = e, (None, *_as_alignkit(e))
-        assert self.group is not None  # there is more than one rank
-        answers = told(self.group, said, self.called)
+            error, message = e, (None, *_as_alignkit(e))
+        assert self.group is not None  # size > 1
+        answers = all_gather_objects(self.group, message, self.label)
         if error is not None:
             raise error
         for rank, (_, kind, value) in enumerate(answers):
             if kind is not None:
-                raise kind(f"{value} (in {op}, on rank {rank} of the {self.called} group)")
+                raise kind(f"{value} (in {op}, on rank {rank} of the {self.label} group)")
         if any(answer[0] != answers[0][0] for answer in answers):
             raise InputError(
-                f"ALIGNKIT_STRICT: differs between the ranks of the {self.called} group in {op}: "
+                f"ALIGNKIT_STRICT: differs between the ranks of the {self.label} group in {op}: "
                 f"{[answer[0] for answer in answers]}"
             )
         return [value for _, _, value in answers]
 
     def check_same(self, op: str, checks: Callable[[], Mapping[str, Hashable]]) -> None:
-        """`check`, and require the returned dict to be the same on every rank; the error names what differs."""
+        """Run `check` and require the returned dict to be equal on all ranks.
+
+        Args:
+            op: Name of the op in errors.
+            checks: Raises, or returns a dict of picklable values.
+
+        Raises:
+            AlignkitError: as `check`.
+            InputError: a value differs between the ranks; the message names its key.
+        """
         seen = [dict(items) for items in self.check(op, lambda: tuple(checks().items()))]
         for key in dict.fromkeys(key for one in seen for key in one):
             values = [one.get(key) for one in seen]
             if any(v != values[0] for v in values):
-                raise InputError(f"{key}: differs between the ranks of the {self.called} group in {op}: {values}")
+                raise InputError(f"{key}: differs between the ranks of the {self.label} group in {op}: {values}")
 
     def check_same_values(self, op: str, **tensors: torch.Tensor | None) -> None:
-        """Require tensors, whose shapes and types the ranks have agreed on, to hold the same values everywhere.
+        """Require tensors to hold the same values on all ranks; shapes and dtypes were checked before.
 
-        On the CPU, and if `strict`, another value raises an InputError that names the tensor, on every rank. On a GPU nothing
-        waits: sums of the values travel there, and if they differ the device of every rank stops with that message. A
-        difference goes unseen with a probability of 2^-64, about.
+        Without ``ALIGNKIT_STRICT=1``, GPU tensors are compared on the device: the ranks all-gather a hash per tensor,
+        and a mismatch triggers a device-side assertion on every rank, without a host synchronization. A mismatch goes
+        undetected with a probability of about 2^-64.
+
+        Args:
+            op: Name of the op in errors.
+            **tensors: Tensors by argument name; None and empty tensors are skipped.
+
+        Raises:
+            InputError: CPU tensors, or strict mode: values differ; the message names the tensor.
         """
         given = {name: t.detach() for name, t in tensors.items() if t is not None and t.numel()}
         if self.size == 1 or self.agreed or not given:
@@ -189,10 +289,10 @@ class TP:
         if strict() or all(families.on_host(t.device) for t in given.values()):
             self.check_same(op, lambda: {f"{name}, its values": _digest(t) for name, t in given.items()})
             return
-        sums = torch.stack([_value_sum(t) for t in given.values()])
-        seen = torch.stack(self.all_gather(sums))
-        for name, same in zip(given, (seen == seen[0]).all(dim=0).unbind(), strict=True):
-            torch._assert_async(same, f"{name}: its values differ between the ranks of the {self.called} group in {op}")
+        hashes = torch.stack([_value_hash(t) for t in given.values()])
+        gathered = torch.stack(self.all_gather(hashes))
+        for name, same in zip(given, (gathered == gathered[0]).all(dim=0).unbind(), strict=True):
+            torch._assert_async(same, f"{name}: its values differ between the ranks of the {self.label} group in {op}")
 
 
 def check_same_across(
@@ -200,14 +300,21 @@ def check_same_across(
     op: str,
     checks: Callable[[], Mapping[str, Hashable]],
     *,
-    apart: Sequence[TP] = (),
-    alike: Container[str] = (),
+    outer: Sequence[TP] = (),
+    shared: Container[str] = (),
 ) -> None:
-    """`check_same` on a grid of ranks, whose rows, columns, ... `groups` are: one after the other, each rank goes through
-    all of them, and what was refused anywhere raises everywhere. All ranks of the grid call it.
+    """Run `TP.check_same` on a grid of ranks; a failure on any rank raises on all.
 
-    apart: groups that join several such grids, each with an input of its own: there only what is named in `alike` must be
-    the same."""
+    Args:
+        groups: One group per dimension of the grid, in the same order on all ranks. All ranks of the grid call this.
+        op: Name of the op in errors.
+        checks: As for `TP.check_same`.
+        outer: Groups across several such grids, each with its own input.
+        shared: Keys that must be equal across `outer` too.
+
+    Raises:
+        AlignkitError: as `TP.check_same`.
+    """
     error: Exception | None = None
     facts: dict[str, Hashable] = {}
     try:
@@ -215,25 +322,34 @@ def check_same_across(
     except Exception as e:
         error = e
 
-    def said() -> dict[str, Hashable]:
+    def all_facts() -> dict[str, Hashable]:
         if error is not None:
             raise error
         return facts
 
-    def said_apart() -> dict[str, Hashable]:
-        return {name: value for name, value in said().items() if name in alike}
+    def shared_facts() -> dict[str, Hashable]:
+        return {name: value for name, value in all_facts().items() if name in shared}
 
-    for group, say in (*((group, said) for group in groups), *((group, said_apart) for group in apart)):
+    for group, get in (*((group, all_facts) for group in groups), *((group, shared_facts) for group in outer)):
         try:
-            group.check_same(op, say)
-        except Exception as e:  # the next group's ranks are to hear of it
+            group.check_same(op, get)
+        except Exception as e:  # propagated to the ranks of the next groups
             error = error or e
     if error is not None:
         raise error
 
 
 def check_same_values_across(groups: Sequence[TP], op: str, **tensors: torch.Tensor) -> None:
-    """`check_same_values` on a grid of ranks, as `check_same_across`."""
+    """Run `TP.check_same_values` on a grid of ranks; see `check_same_across`.
+
+    Args:
+        groups: One group per dimension of the grid.
+        op: Name of the op in errors.
+        **tensors: Tensors by argument name.
+
+    Raises:
+        InputError: CPU tensors, or strict mode: values differ.
+    """
     groups = [group for group in groups if group.size > 1 and not group.agreed]
     if groups and (strict() or all(families.on_host(t.device) for t in tensors.values())):
         check_same_across(groups, op, lambda: {f"{name}, its values": _digest(t) for name, t in tensors.items()})
@@ -243,32 +359,32 @@ def check_same_values_across(groups: Sequence[TP], op: str, **tensors: torch.Ten
 
 
 def _as_alignkit(error: Exception) -> tuple[type[AlignkitError], str]:
-    """What other ranks raise for it."""
+    """Return the class and message of the error that the other ranks raise."""
     if isinstance(error, AlignkitError):
         return type(error), str(error)
     return AlignkitError, f"{type(error).__name__}: {error}"
 
 
 def _digest(t: torch.Tensor) -> str:
-    """Of a tensor's bytes; short, so that an error that shows it can be read."""
+    """Return a short hash of a tensor's bytes, for error messages."""
     raw = t.cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(raw.numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def _value_sum(t: torch.Tensor) -> torch.Tensor:
-    """int64 []: the sum of the elements' bits, each times a random odd number of its place."""
+def _value_hash(t: torch.Tensor) -> torch.Tensor:
+    """Return a hash of t's values on its device, int64 []: the sum of element bits times odd pseudorandom factors."""
     bits = t.reshape(-1)
     if bits.dtype.is_floating_point:
         bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
     n = len(bits)
-    capturing = torch.cuda.is_current_stream_capturing()  # then memory may be used again by the graph
-    make = _place_numbers.__wrapped__ if capturing else _place_numbers
+    capturing = torch.cuda.is_current_stream_capturing()  # memory allocated during capture belongs to the graph's pool
+    make = _hash_factors.__wrapped__ if capturing else _hash_factors
     return (bits.to(torch.int64) * make(1 << (n - 1).bit_length(), t.device)[:n]).sum()
 
 
 @functools.lru_cache(maxsize=64)
-def _place_numbers(n: int, device: torch.device) -> torch.Tensor:
-    """int64 [n]: the same on every machine (Steele, Lea, Flood: SplitMix64)."""
+def _hash_factors(n: int, device: torch.device) -> torch.Tensor:
+    """Return odd pseudorandom int64 [n], the same on every machine (SplitMix64; Steele, Lea, Flood)."""
     with torch.inference_mode(False), torch.no_grad():
         x = torch.arange(1, n + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
         x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
@@ -277,27 +393,27 @@ def _place_numbers(n: int, device: torch.device) -> torch.Tensor:
 
 
 def balanced_tree(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Of the ranks' parts, in rank order: the balanced tree, neighbours first."""
+    """Return the sum of the parts by the balanced tree, neighbors first."""
     while len(parts) > 1:
         parts = [_add(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
     return parts[0]
 
 
 def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """On a CPU by our kernels, which round and keep denormals in every mode that a thread may be in."""
-    return native.add(a, b) if a.dtype in native.DTYPES and _by_kernels(a) else a + b
+    """Add two tensors; on a CPU by alignkit's kernels, which ignore the thread's rounding and denormal modes."""
+    return native.add(a, b) if a.dtype in native.DTYPES and _uses_native(a) else a + b
 
 
 def finish(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 sums [M, N] plus bias [N], if there is one, rounded to `dtype`; by the same kernels as `_add`."""
-    if _by_kernels(sums):
+    """Return fp32 sums [M, N] plus an optional bias [N], rounded to `dtype`; by the same kernels as `_add`."""
+    if _uses_native(sums):
         y = torch.empty(sums.shape, dtype=dtype, device=sums.device)
         native.round(sums, y, None if bias is None else bias.float().contiguous())
         return y
     return (sums if bias is None else sums + bias.float()).to(dtype)
 
 
-def _by_kernels(t: torch.Tensor) -> bool:
+def _uses_native(t: torch.Tensor) -> bool:
     return families.on_host(t.device) and native.available()
 
 

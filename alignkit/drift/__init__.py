@@ -1,4 +1,7 @@
-"""Train-inference drift: two aligned sets of logprobs in, a report out."""
+"""Comparison of rollout and training logprobs: reports, logprob files and a monitor for training loops.
+
+Public: docs/api/drift.md documents `__all__`.
+"""
 
 from .compare import DriftReport, TokenDifference, compare, compare_tensors
 from .files import Logprobs, load, save

@@ -1,4 +1,4 @@
-"""Safetensors files that anyone may have written: none is read before its header is known to be small."""
+"""Safe opening of untrusted safetensors files: the header size is checked before the header is read."""
 
 from __future__ import annotations
 
@@ -12,30 +12,36 @@ from ..errors import InputError
 
 
 @contextmanager
-def opened(path: Path, kind: str, most: int) -> Iterator[tuple[safe_open, dict[str, str]]]:
-    """The file and its metadata; nothing else is read yet. kind: what it should be, for errors, such as "a replay".
+def opened(path: Path, kind: str, max_header: int) -> Iterator[tuple[safe_open, dict[str, str]]]:
+    """Yield the open file and its metadata; no tensor is read.
 
-    Raises InputError, naming the file and what is wrong with it: absent, a header of more than `most` bytes, truncated
-    or not safetensors, the latter two also for what is read within the block.
+    Args:
+        path: File to open.
+        kind: Expected kind of file with its article, for error messages, such as "a replay".
+        max_header: Maximum size of the safetensors header in bytes.
+
+    Raises:
+        InputError: The file is missing, its header is too large, it is truncated, or it is not a safetensors file.
+            Read errors inside the with block are converted too. Names the file and the problem.
     """
     if not path.is_file():
-        raise InputError(f"{path}: no such file, it should be {kind}")
+        raise InputError(f"{path}: no such file, expected {kind}")
     try:
         with open(path, "rb") as file:
             header = int.from_bytes(file.read(8), "little")
-        if most < header <= path.stat().st_size:
-            raise InputError(f"{path}: its header takes {header} bytes, more than the {most} of {kind}")
+        if max_header < header <= path.stat().st_size:
+            raise InputError(f"{path}: the header of {kind} has at most {max_header} bytes, got {header}")
         with safe_open(path, framework="pt") as file:
             yield file, file.metadata() or {}
     except (SafetensorError, OSError) as e:
-        raise InputError(f"{path}: truncated, or not a safetensors file ({e})") from None
+        raise InputError(f"{path}: truncated or not a safetensors file ({e})") from None
 
 
 def check_format(path: Path, metadata: dict[str, str], kind: str, name: str, version: str) -> None:
-    """Raise InputError unless the metadata say ``format=name`` and ``format_version=version``."""
+    """Raise InputError unless the metadata has ``format=name`` and ``format_version=version``."""
     if metadata.get("format") != name:
-        raise InputError(f"{path}: a safetensors file, but not {kind} (its metadata has no format={name!r})")
+        raise InputError(f"{path}: not {kind}: a safetensors file whose metadata lacks format={name!r}")
     if metadata.get("format_version") != version:
         raise InputError(
-            f"{path}: format version {metadata.get('format_version')!r:.50}; this alignkit reads version {version!r}"
+            f"{path}: format_version: this alignkit reads {version!r}, got {metadata.get('format_version')!r:.50}"
         )

@@ -1,7 +1,8 @@
-"""How far two sets of logprobs of the same tokens are apart.
+"""Comparison of two sets of logprobs of the same tokens.
 
-Metric names follow the RL frameworks that log them; `docs/drift.md` has the table. Everything is computed in
-float64 from the values as they are, so a difference of one fp32 bit is never lost.
+Metric names follow the RL frameworks that log them; `docs/drift.md` has the table. All statistics are computed in
+float64 from the unmodified values, so a difference of one fp32 bit is never lost. Fields of `DriftReport` are also the
+keys of check.json, of monitor records and of loggers.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from .files import Logprobs
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """One token at which two sides were compared.
+    """One token and its logprobs in rollout and training.
 
-    sequence, position: which sequence, and which of its sampled tokens, from 0 (for tensors: row and column).
-    token_id: None where the ids are not known (`compare_tensors`).
+    Attributes:
+        sequence: Index of the sequence, from 0 (the row in `compare_tensors`).
+        position: Index among the sequence's sampled tokens, from 0 (the column in `compare_tensors`).
+        token_id: Token id, or None if the ids are unknown (`compare_tensors`).
+        rollout: Logprob of the rollout engine (natural logarithm).
+        training: Logprob of the training engine (natural logarithm).
     """
 
     sequence: int
@@ -41,25 +46,30 @@ class TokenDifference:
 
 @dataclass(frozen=True)
 class DriftReport:
-    """The drift between rollout and training over `tokens` tokens.
+    """Drift between rollout and training over `tokens` tokens.
 
-    Write d = training - rollout, and ratio = exp(d), the importance ratio. A token whose logprob is NaN or
-    infinite on either side is in `nonfinite`: it is never bit-equal and enters no other statistic, and a
-    sequence that holds one enters no sequence-level statistic. A statistic over nothing is NaN.
+    Notation: d = training - rollout; ratio = exp(d), the importance ratio. A token with a NaN or infinite logprob on
+    either side is nonfinite: it is never bit-equal and is excluded from every statistic below `nonfinite`. Its
+    sequence is excluded from the sequence-level statistics. A statistic over an empty set is NaN.
 
-    tokens, sequences: how many were compared.
-    bit_equal: tokens whose two logprobs are the same bits and finite.
-    nonfinite: tokens with a NaN or an infinity on either side.
-    max_abs, mean_abs: of abs(d).
-    kl: k1, the mean of -d; an estimate of KL(rollout || training), may be negative.
-    k3_kl: k3, the mean of ratio - 1 - d; the same KL, never negative.
-    ratio_is_one: tokens whose ratio is exactly 1.0.
-    rollout_is_mean, rollout_is_min, rollout_is_max: of the ratio.
-    rollout_is_eff_sample_size: 1 / mean((ratio / mean ratio)^2) over tokens, a fraction in (0, 1].
-    rollout_is_seq_eff_sample_size: the same over sequences, whose ratio is the product over their tokens.
-    token_mult_prob_error: the mean of exp(abs(d)).
-    first_difference: the first token that is not bit-equal, in order; None if there is none.
-    worst: tokens that are not bit-equal, nonfinite ones first, then by abs(d), largest first.
+    Attributes:
+        tokens: Number of compared tokens.
+        sequences: Number of compared sequences.
+        bit_equal: Number of tokens whose two logprobs are finite and have the same bits.
+        nonfinite: Number of tokens with a NaN or an infinity on either side.
+        max_abs: Maximum of abs(d).
+        mean_abs: Mean of abs(d).
+        kl: Mean of -d (k1), an estimate of KL(rollout || training); may be negative.
+        k3_kl: Mean of ratio - 1 - d (k3), an estimate of the same KL; never negative.
+        ratio_is_one: Number of tokens whose ratio is exactly 1.0.
+        rollout_is_mean: Mean of the ratio.
+        rollout_is_min: Minimum of the ratio.
+        rollout_is_max: Maximum of the ratio.
+        rollout_is_eff_sample_size: 1 / mean((ratio / mean ratio)^2) over tokens, a fraction in (0, 1].
+        rollout_is_seq_eff_sample_size: The same over sequences; a sequence's ratio is the product over its tokens.
+        token_mult_prob_error: Mean of exp(abs(d)).
+        first_difference: First token, in order, that is not bit-equal; None if every token is.
+        worst: Tokens that are not bit-equal: nonfinite tokens first, then by descending abs(d).
     """
 
     tokens: int
@@ -82,31 +92,45 @@ class DriftReport:
 
     @property
     def all_equal(self) -> bool:
-        """Whether every token is finite and has the same bits on both sides."""
+        """True if every token is finite and has the same bits on both sides."""
         return self.bit_equal == self.tokens
 
     def metrics(self, prefix: str = "drift/") -> dict[str, float]:
-        """The numbers, for a logger: ``{prefix + name: value}``."""
+        """Return the numeric fields for a logger.
+
+        Args:
+            prefix: Text prepended to each field name.
+
+        Returns:
+            ``{prefix + name: value}`` for every field except `first_difference` and `worst`.
+        """
         return {prefix + k: v for k, v in asdict(self).items() if k not in ("first_difference", "worst")}
 
     def to_json(self) -> dict:
-        """Everything, as values that JSON can hold: a number that is not finite becomes None."""
+        """Return all fields as JSON values; a nonfinite number becomes None."""
         return {k: finite_or_none(v) for k, v in asdict(self).items()}
 
 
 def compare(
     rollout: Logprobs, training: Logprobs, *, allow_contract_mismatch: bool = False, worst: int = 10
 ) -> DriftReport:
-    """Compares two sets of logprobs of the same prompts and tokens.
+    """Compare two sets of logprobs of the same prompts and tokens.
 
-    allow_contract_mismatch: compare although the contract ids differ, where drift is what one wants to see.
-    worst: how many tokens to keep in `DriftReport.worst`.
+    Args:
+        rollout: Logprobs of the rollout engine.
+        training: Logprobs of the training engine, for the same prompts and tokens.
+        allow_contract_mismatch: Compare even if the contract ids differ, e.g. to measure drift against a stock engine.
+        worst: Maximum number of tokens in `DriftReport.worst`.
 
-    Raises InputError if there is no token, if prompts or tokens differ, or if the contract ids do.
+    Returns:
+        The drift over all sampled tokens.
+
+    Raises:
+        InputError: No token was sampled, the prompts or tokens differ, or the contract ids differ.
     """
     if rollout.contract != training.contract and not allow_contract_mismatch:
         raise InputError(
-            f"contract: rollout has {rollout.contract!r}, training {training.contract!r}; "
+            f"contract: rollout has {rollout.contract!r}, training has {training.contract!r}; "
             "bits of different contracts are not comparable"
         )
     for name in ("prompts", "tokens"):
@@ -116,52 +140,61 @@ def compare(
     position = torch.cat([torch.arange(n) for n in counts.tolist()]) if len(counts) else counts
     ids = [t for row in rollout.tokens for t in row]
     if not ids:
-        raise InputError("tokens: there is nothing to compare")
+        raise InputError("tokens: at least one sampled token is required, got none")
     return _report(torch.cat(rollout.logprobs), torch.cat(training.logprobs), sequence, position, ids, worst)
 
 
 def compare_tensors(
     rollout_logp: torch.Tensor, train_logp: torch.Tensor, mask: torch.Tensor | None = None, *, worst: int = 10
 ) -> DriftReport:
-    """Compares padded logprobs inside a training loop.
+    """Compare padded logprobs inside a training loop; each rank compares its own tensors.
 
-    rollout_logp, train_logp: ``[B, S]``, fp32 or bf16, the same type; on any device.
-    mask: ``[B, S]``, bool or 0/1: which positions are sampled tokens; None takes all.
+    Args:
+        rollout_logp: Logprobs of the rollout engine (natural logarithm), ``[B, S]``, fp32 or bf16, on any device.
+        train_logp: Logprobs of the training engine, same shape and dtype as `rollout_logp`, on any device.
+        mask: ``[B, S]``, bool or 0/1; true where the position is a sampled token. None selects every position.
+        worst: Maximum number of tokens in `DriftReport.worst`.
 
-    A rank compares what it holds. Raises InputError naming the argument.
+    Returns:
+        The drift over the selected tokens; `TokenDifference.token_id` is None.
+
+    Raises:
+        InputError: An argument has a wrong type, shape, dtype or value, or no token is selected. Names the argument.
     """
     for name, x in (("rollout_logp", rollout_logp), ("train_logp", train_logp)):
         if not isinstance(x, torch.Tensor):
-            raise InputError(f"{name}: {type(x).__name__}, expected a torch.Tensor [B, S]")
+            raise InputError(f"{name}: expected a torch.Tensor [B, S], got {type(x).__name__}")
         if x.dim() != 2:
-            raise InputError(f"{name}: shape {list(x.shape)}, expected [B, S]")
+            raise InputError(f"{name}: expected shape [B, S], got {list(x.shape)}")
         if x.dtype not in (torch.float32, torch.bfloat16):
-            raise InputError(f"{name}: {x.dtype}, expected torch.float32 or torch.bfloat16")
+            raise InputError(f"{name}: expected torch.float32 or torch.bfloat16, got {x.dtype}")
     if rollout_logp.dtype != train_logp.dtype:
         raise InputError(
-            f"train_logp: {train_logp.dtype}, but rollout_logp is {rollout_logp.dtype}; "
-            "the bits of two types are not comparable"
+            f"train_logp: expected rollout_logp's dtype {rollout_logp.dtype}, got {train_logp.dtype}; "
+            "the bits of different dtypes are not comparable"
         )
     if rollout_logp.shape != train_logp.shape:
-        raise InputError(f"train_logp: shape {list(train_logp.shape)}, but rollout_logp has {list(rollout_logp.shape)}")
+        raise InputError(
+            f"train_logp: expected rollout_logp's shape {list(rollout_logp.shape)}, got {list(train_logp.shape)}"
+        )
     if mask is None:
         mask = torch.ones(rollout_logp.shape, dtype=torch.bool)
     if not isinstance(mask, torch.Tensor):
-        raise InputError(f"mask: {type(mask).__name__}, expected a torch.Tensor [B, S]")
+        raise InputError(f"mask: expected a torch.Tensor [B, S] or None, got {type(mask).__name__}")
     if mask.shape != rollout_logp.shape:
-        raise InputError(f"mask: shape {list(mask.shape)}, expected {list(rollout_logp.shape)}")
+        raise InputError(f"mask: expected shape {list(rollout_logp.shape)}, got {list(mask.shape)}")
     mask = mask.detach().cpu()
     if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
-        raise InputError("mask: values other than 0 and 1")
+        raise InputError("mask: expected only the values 0 and 1, got others")
     sequence, position = mask.bool().nonzero(as_tuple=True)
     if not len(sequence):
-        raise InputError("mask: it keeps no token" if mask.numel() else "rollout_logp: it is empty")
+        raise InputError("mask: selects no token" if mask.numel() else "rollout_logp: must not be empty")
     rollout, training = (x.detach().cpu()[sequence, position] for x in (rollout_logp, train_logp))
     return _report(rollout, training, sequence, position, None, worst)
 
 
 def finite_or_none(value: Any) -> Any:
-    """`value` with each float that JSON cannot hold replaced by None, in lists and dicts too."""
+    """Return `value` with nonfinite floats replaced by None, recursively in lists and dicts."""
     if isinstance(value, dict):
         return {k: finite_or_none(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -177,7 +210,7 @@ def _report(
     ids: list[int] | None,
     worst: int,
 ) -> DriftReport:
-    """All arguments are flat, one element a token; `sequence` ascends."""
+    """Build the report from flat arguments with one element per token; `sequence` is ascending."""
     bits = torch.int32 if rollout.dtype == torch.float32 else torch.int16
     finite = rollout.isfinite() & training.isfinite()
     equal = finite & (rollout.view(bits) == training.view(bits))
@@ -185,8 +218,8 @@ def _report(
     d = difference[finite]
     ratio = d.exp()
 
-    distinct, of_sequence = sequence.unique_consecutive(return_inverse=True)
-    sums = torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, of_sequence, difference)
+    distinct, sequence_index = sequence.unique_consecutive(return_inverse=True)
+    sums = torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, sequence_index, difference)
     sequence_d = sums[sums.isfinite()]
 
     def token(i: int) -> TokenDifference:
@@ -195,7 +228,7 @@ def _report(
         )
 
     unequal = (~equal).nonzero().flatten()
-    # Nonfinite tokens sort as infinitely far apart; among equals the earlier one comes first.
+    # Nonfinite tokens sort as an infinite difference; ties keep the token order.
     distance = torch.where(finite, difference.abs(), torch.inf)[unequal]
     order = unequal[distance.sort(descending=True, stable=True).indices][:worst]
     return DriftReport(
@@ -205,7 +238,7 @@ def _report(
         nonfinite=int((~finite).sum()),
         max_abs=d.abs().max().item() if d.numel() else math.nan,
         mean_abs=d.abs().mean().item(),
-        kl=-d.mean().item() + 0.0,  # + 0.0: no negative zero
+        kl=-d.mean().item() + 0.0,  # + 0.0 turns -0.0 into 0.0
         k3_kl=(torch.expm1(d) - d).mean().item(),
         ratio_is_one=int((ratio == 1.0).sum()),
         rollout_is_mean=ratio.mean().item(),
@@ -220,7 +253,7 @@ def _report(
 
 
 def _effective_fraction(log_weights: torch.Tensor) -> float:
-    """(sum w)^2 / (n sum w^2), scaled by the largest weight so that no weight overflows."""
+    """Return (sum w)^2 / (n sum w^2), computed on weights divided by the largest one to avoid overflow."""
     if not log_weights.numel():
         return math.nan
     w = (log_weights - log_weights.max()).exp()
@@ -239,5 +272,5 @@ def _same_ids(name: str, rollout: list[list[int]], training: list[list[int]]) ->
 
 
 def _with_bits(x: float) -> str:
-    """The shortest decimal that gives the fp32 value back, and its bits."""
+    """Return x with 9 significant digits, which identify an fp32 value, and its bits in hexadecimal."""
     return f"{x:.9g} (0x{struct.pack('>f', x).hex()})"

@@ -1,7 +1,8 @@
-"""Logprob files: the tokens of a set of sequences, their logprobs, and the contract that made them.
+"""Logprob files: the token ids of a set of sequences, their logprobs and the contract id.
 
-One safetensors file: sequences are packed end to end, `*_offsets` say where each begins. The token ids and
-the contract id travel with the numbers, so two files can be refused when they cannot be compared.
+A logprob file is a safetensors file. Sequences are concatenated; the `offsets` tensors hold each sequence's start.
+The token ids and the contract id are stored with the logprobs, so `compare` can reject files that do not match. Files
+outlive a release: another layout needs another `FORMAT_VERSION`, and docs/drift.md describes it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from . import bounded
 FORMAT = "alignkit-logprobs"
 FORMAT_VERSION = "1"
 MAX_TOKENS = 2**26
-"""Most prompt tokens of a file, and most sampled ones: what a file can make a reader allocate has a bound."""
+"""Maximum number of prompt tokens and of sampled tokens in a file; bounds what a file can make its reader allocate."""
 MAX_SEQUENCES = 2**20
 MAX_CONTRACT = 200
 MAX_META = 2**16
-"""Most characters of `Logprobs.meta` as JSON."""
+"""Maximum length of `Logprobs.meta` as JSON, in characters."""
 MAX_HEADER = 2**20
-"""Bytes of a safetensors header; all but some hundreds are `Logprobs.meta`, escaped once more."""
+"""Maximum size of the safetensors header in bytes; most of it is `Logprobs.meta`, JSON-escaped a second time."""
 _DTYPES = {
     "prompt_tokens": torch.int64,
     "prompt_offsets": torch.int64,
@@ -50,15 +51,15 @@ _LIMITS = {
 
 @dataclass
 class Logprobs:
-    """Logprobs of the sampled tokens of some sequences.
+    """Logprobs of the sampled tokens of a set of sequences.
 
-    prompts: token ids before the sampled ones, one list a sequence.
-    tokens: sampled token ids, one list a sequence.
-    logprobs: fp32 ``[len(tokens[i])]``, natural logarithm, one tensor a sequence.
-    contract: of aligned numbers what the engine says that computed them,
-        `alignkit.vllm.worker_status(llm)[0]["contract"]` or `alignkit.megatron.status(model)["contract"]`; ``"stock"``
-        otherwise.
-    meta: free text for people (engine, versions, mode); never compared.
+    Attributes:
+        prompts: Token ids before the sampled ones, one list per sequence.
+        tokens: Sampled token ids, one list per sequence.
+        logprobs: One fp32 tensor ``[len(tokens[i])]`` per sequence, natural logarithm.
+        contract: Contract id reported by the aligned engine: `alignkit.vllm.worker_status(llm)[0]["contract"]` or
+            `alignkit.megatron.status(model)["contract"]`. ``"stock"`` for an unpatched engine.
+        meta: Free text for people (engine, versions, mode); never compared.
     """
 
     prompts: list[list[int]]
@@ -69,9 +70,14 @@ class Logprobs:
 
 
 def save(path: str | os.PathLike, logprobs: Logprobs) -> None:
-    """Writes `logprobs` to `path`, whole or not at all.
+    """Write `logprobs` to `path` atomically.
 
-    Raises InputError naming the field that is inconsistent or too large for a file, before anything is written.
+    Args:
+        path: File to write. An existing file is replaced.
+        logprobs: Data to write, at most 2^26 prompt tokens, 2^26 sampled tokens and 2^20 sequences.
+
+    Raises:
+        InputError: A field is inconsistent or too large for a file. Names the field; nothing is written.
     """
     _check(logprobs)
     prompt_tokens, prompt_offsets = _pack(logprobs.prompts)
@@ -91,7 +97,7 @@ def save(path: str | os.PathLike, logprobs: Logprobs) -> None:
         "meta": json.dumps(logprobs.meta, sort_keys=True),
     }
     path = Path(path)
-    # A reader never sees half a file: it appears under its name when it is complete.
+    # The rename makes the file appear under its name only when it is complete.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
@@ -104,17 +110,24 @@ def save(path: str | os.PathLike, logprobs: Logprobs) -> None:
 
 
 def load(path: str | os.PathLike) -> Logprobs:
-    """Reads what `save` wrote, the same bits.
+    """Read a file written by `save`, bit for bit.
 
-    Raises InputError, naming the file and what is wrong with it: absent, truncated, not a safetensors file,
-    not a logprob file, of another format version, or inconsistent in itself.
+    Args:
+        path: Logprob file.
+
+    Returns:
+        The stored logprobs, on the CPU.
+
+    Raises:
+        InputError: The file is missing, truncated, not a safetensors file, not a logprob file, of another format
+            version, too large, or inconsistent. Names the file and the problem.
     """
     path = Path(path)
     with bounded.opened(path, "a logprob file", MAX_HEADER) as (f, metadata):
         bounded.check_format(path, metadata, "a logprob file", FORMAT, FORMAT_VERSION)
         if "contract" not in metadata:
-            raise InputError(f"{path}: the contract id is missing")
-        # Only what is known to be small enough is read: the file may be any model's weights.
+            raise InputError(f"{path}: the metadata has no contract id")
+        # Check every size in the header before reading a tensor: the file may be any safetensors file.
         for name in _DTYPES:
             _check_tensor(path, f, name)
         tensors = {name: f.get_tensor(name) for name in _DTYPES}
@@ -142,20 +155,20 @@ def load(path: str | os.PathLike) -> Logprobs:
 
 
 def _check_tensor(path: Path, f: safe_open, name: str) -> None:
-    """By the header alone."""
+    """Check dtype, rank and size of one tensor from the header alone."""
     if name not in f.keys():
         raise InputError(f"{path}: tensor {name!r} is missing")
     header = f.get_slice(name)
     dtype, shape = header.get_dtype(), header.get_shape()
     expected = {torch.int64: "I64", torch.float32: "F32"}[_DTYPES[name]]
     if dtype != expected or len(shape) != 1:
-        raise InputError(f"{path}: tensor {name!r} is {dtype} of shape {shape}, expected {expected} of one dimension")
+        raise InputError(f"{path}: tensor {name!r}: expected {expected} of one dimension, got {dtype} of shape {shape}")
     if shape[0] > _LIMITS[name]:
-        raise InputError(f"{path}: tensor {name!r} holds {shape[0]} values, more than {_LIMITS[name]}")
+        raise InputError(f"{path}: tensor {name!r}: at most {_LIMITS[name]} values are supported, got {shape[0]}")
 
 
 def _pack(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows end to end, int64 [total], and where each begins, int64 [len(rows) + 1]."""
+    """Return the concatenated rows, int64 [total], and their offsets, int64 [len(rows) + 1]."""
     lengths = torch.tensor([0] + [len(row) for row in rows], dtype=torch.int64)
     return torch.tensor([t for row in rows for t in row], dtype=torch.int64), lengths.cumsum(0)
 
@@ -167,8 +180,8 @@ def _unpack(path: Path, tensors: dict[str, torch.Tensor], name: str, offsets_nam
         or offsets[0] != 0
         or offsets[-1] != packed.numel()
         or bool((offsets[1:] < offsets[:-1]).any())
-    ):  # no differences: they can overflow
-        raise InputError(f"{path}: {offsets_name!r} does not cut the {packed.numel()} values of {name!r}")
+    ):  # compared, not subtracted: a difference can overflow
+        raise InputError(f"{path}: tensor {offsets_name!r} does not partition the {packed.numel()} values of {name!r}")
     bounds = offsets.tolist()
     return [packed[a:b].clone() for a, b in itertools.pairwise(bounds)]
 
@@ -179,16 +192,16 @@ def _check(logprobs: Logprobs) -> None:
         if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in rows):
             raise InputError(f"{name}: expected a list of lists of token ids")
         if len(rows) > MAX_SEQUENCES:
-            raise InputError(f"{name}: {len(rows)} sequences, more than the {MAX_SEQUENCES} of a file")
+            raise InputError(f"{name}: a file holds at most {MAX_SEQUENCES} sequences, got {len(rows)}")
         if sum(map(len, rows)) > MAX_TOKENS:
-            raise InputError(f"{name}: {sum(map(len, rows))} tokens, more than the {MAX_TOKENS} of a file")
+            raise InputError(f"{name}: a file holds at most {MAX_TOKENS} tokens, got {sum(map(len, rows))}")
         for i, row in enumerate(rows):
             if any(type(t) is not int or not 0 <= t < 2**63 for t in row):
-                raise InputError(f"{name}: sequence {i} holds something that is not a token id (an int >= 0)")
+                raise InputError(f"{name}: sequence {i}: every token id must be an int in [0, 2^63)")
     sequences = len(logprobs.tokens)
     for name in ("prompts", "logprobs"):
         if len(getattr(logprobs, name)) != sequences:
-            raise InputError(f"{name}: {len(getattr(logprobs, name))} sequences, but tokens has {sequences}")
+            raise InputError(f"{name}: expected {sequences} sequences as in tokens, got {len(getattr(logprobs, name))}")
     contract = logprobs.contract
     if not (
         isinstance(contract, str)
@@ -197,24 +210,24 @@ def _check(logprobs: Logprobs) -> None:
         and contract.isprintable()
     ):
         raise InputError(
-            f"contract: a non-empty string is needed, of at most {MAX_CONTRACT} ASCII characters, not {contract!r:.80}"
+            f"contract: expected a string of 1 to {MAX_CONTRACT} printable ASCII characters, got {contract!r:.80}"
         )
     for i, (row, values) in enumerate(zip(logprobs.tokens, logprobs.logprobs, strict=True)):
         if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
             kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
-            raise InputError(f"logprobs: sequence {i} is {kind}, expected torch.float32")
+            raise InputError(f"logprobs: sequence {i}: expected torch.float32, got {kind}")
         if list(values.shape) != [len(row)]:
-            raise InputError(f"logprobs: sequence {i} has shape {list(values.shape)}, but {len(row)} tokens")
-        # A value on a CPU may have come from anywhere; one that still lies elsewhere says who computed it.
+            raise InputError(f"logprobs: sequence {i}: expected shape [{len(row)}], got {list(values.shape)}")
+        # CPU tensors may have been computed on any device; a GPU tensor must match its own device's contract.
         if not on_host(values.device) and contract not in ("stock", contract_id(values.device)):
             raise InputError(
-                f"contract: {contract!r}, but sequence {i}'s logprobs lie on {values.device}, whose "
-                f"contract is {contract_id(values.device)!r}"
+                f"contract: sequence {i}'s logprobs are on {values.device}, expected its contract "
+                f"{contract_id(values.device)!r} or 'stock', got {contract!r}"
             )
     if not isinstance(logprobs.meta, dict):
-        raise InputError(f"meta: a dict of strings is needed, not {type(logprobs.meta).__name__}")
+        raise InputError(f"meta: expected a dict of strings, got {type(logprobs.meta).__name__}")
     for key, value in logprobs.meta.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise InputError(f"meta: {key!r:.80} maps to {value!r:.80}; keys and values are strings")
+            raise InputError(f"meta: keys and values must be strings, got {key!r:.80}: {value!r:.80}")
     if len(json.dumps(logprobs.meta)) > MAX_META:
-        raise InputError(f"meta: longer than {MAX_META} characters as JSON")
+        raise InputError(f"meta: must have at most {MAX_META} characters as JSON, got {len(json.dumps(logprobs.meta))}")

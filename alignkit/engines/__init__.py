@@ -1,1 +1,1 @@
-"""What the adapters of all engines are made of: the patch, seams, versions and the policy. No engine is imported."""
+"""Building blocks shared by all engine adapters: patch, hook points, versions, policy. Imports no engine."""

@@ -1,4 +1,7 @@
-"""One patch for every engine: names that are replaced, all or none, and put back by `undo`."""
+"""Base class of all engine patches: replaces names in an engine, all or none, and restores them on `undo`.
+
+Public through the subclasses: docs/api/vllm.md and docs/api/megatron.md document `undo` and the keys of `status`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from alignkit.errors import InputError, UnsupportedError
 
 
 class Replaced(NamedTuple):
-    """One name of an engine. stock: what its owner had; `INHERITED` if the owner itself had nothing of that name."""
+    """One replaced name. stock: the owner's previous attribute, or `INHERITED` if the owner only inherited the name."""
 
     owner: Any
     name: str
@@ -25,10 +28,10 @@ INHERITED = object()
 
 
 class Patch:
-    """Handle of what is replaced in an engine; also a context manager, which ends in `undo`.
+    """Handle of an engine patch; as a context manager it calls `undo` on exit.
 
-    A subclass names the `engine` and the `command` that its users call, and calls `replace` in `install`. There is one
-    live patch of a subclass at a time.
+    A subclass sets `engine` and `command` (the function that users call), and calls `replace` in `install`. Each
+    subclass has at most one live patch.
     """
 
     engine: ClassVar[str]
@@ -37,9 +40,11 @@ class Patch:
 
     @classmethod
     def apply(cls, **options: Any) -> Self:
-        """The patch with these `options`, which is installed if it is not live. Raises InputError, naming the first
-        option that is another, if a patch with others is live; what `install` raises, after nothing is replaced any
-        more, if that fails."""
+        """Return the live patch with these `options`, installing it if there is none.
+
+        Raises InputError naming the first option that differs from the live patch's. If `install` raises, restores all
+        names and raises the same error.
+        """
         live = cls._live
         if live is None:
             live = cls(**options)
@@ -51,13 +56,12 @@ class Patch:
 
     @classmethod
     def live(cls) -> Self | None:
-        """The patch in force."""
+        """Return the live patch, or None."""
         return cls._live
 
     @classmethod
     def status(cls) -> dict[str, Any]:
-        """Whether the engine is patched in this process, and if so its version, with which options, and which names are
-        replaced."""
+        """Return `patched`, and if true also the engine's version, the options and the replaced names."""
         live = cls._live
         if live is None:
             return {"patched": False}
@@ -74,29 +78,29 @@ class Patch:
             raise
 
     def install(self) -> None:
-        """Sets `version` and replaces names; if it raises, all of them are put back."""
+        """Set `version` and replace names; if this raises, all replaced names are restored."""
         raise NotImplementedError
 
     def restored(self) -> None:
-        """Called when the names have been put back."""
+        """Clean up after the names have been restored."""
 
     def facts(self) -> dict[str, Any]:
-        """What else `status` says."""
+        """Return the additional items of `status`."""
         return {}
 
     @property
     def names(self) -> list[str]:
-        """The names in the engine that are replaced."""
+        """Replaced names, as dotted paths."""
         return [str(replaced) for replaced in self._replaced]
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Sets `owner.name`, of a class or a module."""
+        """Replace attribute `name` of `owner`, a class or a module."""
         replaced = Replaced(owner, name, vars(owner).get(name, INHERITED), new)
         setattr(owner, name, new)
         self._replaced.append(replaced)
 
     def check_in_force(self, but: Iterable[str] = ()) -> None:
-        """UnsupportedError naming all that was replaced here, except names in `but`, and by someone else since."""
+        """Raise UnsupportedError naming each name, except those in `but`, that other code has replaced since."""
         foreign = [
             f"{replaced}: has been replaced since {self.command}, by {described(now)}"
             for replaced in self._replaced
@@ -106,10 +110,10 @@ class Patch:
             raise UnsupportedError("; ".join(foreign))
 
     def undo(self) -> None:
-        """The engine as it was. Does nothing the second time.
+        """Restore the engine. A second call does nothing.
 
-        Raises UnsupportedError, and changes nothing, if someone else has replaced one of the names since: it is named,
-        and must be restored first.
+        Raises UnsupportedError, and changes nothing, if other code has replaced one of the names since. The error lists
+        such names; restore them first.
         """
         cls = type(self)
         if cls._live is self:
@@ -134,12 +138,12 @@ class Patch:
 
 
 def dotted(owner: Any) -> str:
-    """The dotted path of a class or a module."""
+    """Return the dotted path of a class or a module."""
     return f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
 
 
 def described(function: Any) -> str:
-    """What replaced something, for a message."""
+    """Return the name and module of a replacement, for error messages."""
     code = getattr(function, "__code__", None)
     if code is None:
         return f"a {type(function).__module__}.{type(function).__qualname__}"

@@ -1,4 +1,4 @@
-"""One policy for the configurations of all engines, by allow-list: what is not known to be right is refused by name."""
+"""Allow-list policy for engine configurations: every field that is not known to be safe is rejected by name."""
 
 from __future__ import annotations
 
@@ -9,85 +9,100 @@ from typing import Any
 
 class _Required:
     def __repr__(self) -> str:
-        return "what alignkit knows of it, which is nothing"
+        return "(none: alignkit does not know this field)"
 
 
 REQUIRED = _Required()
-"""Stands for the default of a field that has none."""
+"""Sentinel: the default of a field that has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one field of a configuration may be.
+    """Rule for one field of a configuration.
 
-    allows: called with the value and with what else was asked for (the `context`). says: the refusal, called with the
-    same, or a text in which `{field}`, `{value}` and `{context}` stand for themselves.
+    allows: predicate of the field's value and the `context`, which holds the other settings. message: error text, as a
+    format string with `{field}`, `{value}` and `{context}`, or a function of value and context.
     """
 
     field: str
     allows: Callable[[Any, Any], bool]
-    says: str | Callable[[Any, Any], str]
+    message: str | Callable[[Any, Any], str]
 
     def refusal(self, value: Any, context: Any) -> str | None:
         if self.allows(value, context):
             return None
-        if isinstance(self.says, str):
-            return self.says.format(field=self.field, value=value, context=context)
-        return self.says(value, context)
+        if isinstance(self.message, str):
+            return self.message.format(field=self.field, value=value, context=context)
+        return self.message(value, context)
 
 
-def only(field: str, wanted: Any, called: str = "") -> Row:
-    """The row of a field that must have one value. called: what people call the thing that another switches on."""
-    label = f"{field} ({called})" if called else field
+def only(field: str, wanted: Any, label: str = "") -> Row:
+    """Return the row of a field that must equal `wanted`. label: common name of the feature that the field enables."""
+    name = f"{field} ({label})" if label else field
     shown = repr(wanted).replace("{", "{{").replace("}", "}}")
-    says = f"{label}: {{value!r}} is not supported, only {shown}"
-    return Row(field, lambda value, _: value == wanted, says)
+    message = f"{name}: {{value!r}} is not supported, only {shown}"
+    return Row(field, lambda value, _: value == wanted, message)
 
 
 class Policy:
-    """free: names of the fields that may have any value. inert: beginnings of the names of others. rows: what other
-    fields may be, one row or several each. called: names for fields that must be at their default, as all are that
-    are not in `free` nor in `rows`, and so all that a later version of the engine brings.
+    """Table of rules for the fields of a configuration.
+
+    Fields outside of `free` and `rows`, such as the new ones of later engine versions, must have their defaults.
+
+    free: names of fields that may have any value, separated by spaces. ignored_prefixes: name prefixes of further such
+    fields. rows: rules, one or several for a field. labels: field -> feature name, shown in errors about defaults.
     """
 
     def __init__(
-        self, *, free: str, rows: tuple[Row, ...] = (), called: Mapping[str, str] | None = None, inert: tuple = ()
+        self,
+        *,
+        free: str,
+        rows: tuple[Row, ...] = (),
+        labels: Mapping[str, str] | None = None,
+        ignored_prefixes: tuple = (),
     ) -> None:
-        self._free, self._rows, self._called, self._inert = frozenset(free.split()), rows, called or {}, inert
+        self._free, self._rows, self._labels, self._ignored_prefixes = (
+            frozenset(free.split()),
+            rows,
+            labels or {},
+            ignored_prefixes,
+        )
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names of all fields that are in the table."""
-        return self._free.union(self._called, (row.field for row in self._rows))
+        """Names of all fields in the table."""
+        return self._free.union(self._labels, (row.field for row in self._rows))
 
     @property
-    def judged(self) -> frozenset[str]:
-        """Names of the fields that have rows of their own."""
+    def restricted(self) -> frozenset[str]:
+        """Names of the fields in `rows`."""
         return frozenset(row.field for row in self._rows)
 
-    def over(self, names: Iterable[str], default: Callable[[str], Any]) -> tuple[Row, ...]:
-        """The rows to look at, for a configuration with fields of these `names`, in their order. default: gives a
-        field's; it is asked for those only that must be at it."""
+    def rows_for(self, names: Iterable[str], default: Callable[[str], Any]) -> tuple[Row, ...]:
+        """Return the rules that apply to a configuration with fields of these `names`, in their order.
+
+        default: maps a field name to its default; called only for fields that must have their default.
+        """
         by_field: dict[str, list[Row]] = {}
         for row in self._rows:
             by_field.setdefault(row.field, []).append(row)
         return tuple(
             row
             for name in names
-            if name not in self._free and not name.startswith(self._inert)
-            for row in by_field.get(name) or [only(name, default(name), self._called.get(name, ""))]
+            if name not in self._free and not name.startswith(self._ignored_prefixes)
+            for row in by_field.get(name) or [only(name, default(name), self._labels.get(name, ""))]
         )
 
 
 def refusals(config: Any, rows: tuple[Row, ...], context: Any = None) -> Iterator[str]:
-    """What of a `config` the `rows` do not allow, in their order."""
+    """Yield an error text for each of the `rows` that `config` violates."""
     for row in rows:
         if (refusal := row.refusal(getattr(config, row.field), context)) is not None:
             yield refusal
 
 
 def default(config: type, name: str) -> Any:
-    """The default of a dataclass's field. Pydantic keeps it in a description of the field."""
+    """Return the default of a dataclass field; Pydantic stores it in a FieldInfo object."""
     field = config.__dataclass_fields__[name]
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()

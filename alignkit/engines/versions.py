@@ -1,4 +1,4 @@
-"""An engine's versions as rows of a table: what is known of each, and whether the adapter runs on it."""
+"""Table of an engine's versions: the hook points of each, and whether the adapter supports it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from alignkit.engines.seams import Seam, unresolved
+from alignkit.engines.hook_points import HookPoint, unresolved
 from alignkit.errors import UnsupportedError
 
 Facts = TypeVar("Facts")
@@ -14,43 +14,44 @@ Facts = TypeVar("Facts")
 
 @dataclass(frozen=True)
 class Row(Generic[Facts]):
-    """A version that has been read. runs: what the adapter must know to run on it; None: it has not been run."""
+    """One version. runs: version-specific facts for the adapter, or None if alignkit has not been run on it."""
 
-    seams: tuple[Seam, ...]
+    hook_points: tuple[HookPoint, ...]
     runs: Facts | None = None
 
 
 @dataclass(frozen=True)
 class Versions(Generic[Facts]):
-    """engine: its name in messages. rows: by version, or by minor version with all its patch releases."""
+    """Version table. engine: name for messages. rows: keyed by full version, or by minor version for all patches."""
 
     engine: str
     rows: dict[str, Row[Facts]]
-    _whole: set[tuple[Path, str]] = field(default_factory=set, init=False, repr=False, compare=False)
-    """Package directories that lacked nothing: an engine's sources are read once in a process."""
+    _verified: set[tuple[Path, str]] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Package directories and versions already verified in this process."""
 
     def known(self, version: str) -> str | None:
-        """The key of the row that a full `version` belongs to. What follows a `+` says how it was built: 0.19.2+9d061af
-        is Megatron-core 0.19.2 under some git checkout, 0.26.1+cu129 vLLM 0.26."""
+        """Return the row key of a full `version`, or None. The local suffix after `+` (0.19.2+9d061af) is ignored."""
         release = version.partition("+")[0]
         return next((key for key in (release, ".".join(release.split(".")[:2])) if key in self.rows), None)
 
     def require(self, version: str) -> Facts:
-        """What the adapter must know of `version`. Raises UnsupportedError if it does not run there."""
+        """Return the facts of `version` for the adapter. Raises UnsupportedError if alignkit does not support it."""
         key = self.known(version)
         if key is not None and (facts := self.rows[key].runs) is not None:
             return facts
-        known = "unknown version;" if key is None else "its seams are known, but"
+        known = "unknown version." if key is None else "hook points known, but not validated."
         runs = " and ".join(f"{key}{facts}" for key, row in self.rows.items() if (facts := row.runs) is not None)
-        raise UnsupportedError(f"{self.engine} {version}: {known} alignkit runs on {runs}")
+        raise UnsupportedError(f"{self.engine} {version}: {known} Supported versions: {runs}")
 
     def unresolved(self, root: Path, version: str) -> list[str]:
-        """The seams of a known `version` that the package directory `root` lacks, each with the reason."""
-        return unresolved(root, self.rows[self.known(version) or version].seams)
+        """Return the hook points of a known `version` that the package at `root` lacks, each with the reason."""
+        return unresolved(root, self.rows[self.known(version) or version].hook_points)
 
-    def require_seams(self, root: Path, version: str) -> None:
-        """Raises UnsupportedError naming what the package directory `root`, of a known `version`, lacks."""
-        if (root, version) not in self._whole:
+    def require_hook_points(self, root: Path, version: str) -> None:
+        """Raise UnsupportedError naming the hook points of a known `version` that the package at `root` lacks."""
+        if (root, version) not in self._verified:
             if lacking := self.unresolved(root, version):
-                raise UnsupportedError(f"this build of {self.engine} {version} is not as known: {'; '.join(lacking)}")
-            self._whole.add((root, version))
+                raise UnsupportedError(
+                    f"{self.engine} {version}: this build differs from the release: {'; '.join(lacking)}"
+                )
+            self._verified.add((root, version))

@@ -1,4 +1,5 @@
-"""alignkit in RL frameworks that start both engines themselves: one line in a recipe, and what a recipe asks for.
+"""Integrations with RL frameworks that start both engines, enabled by one setting in a recipe.
 
-`verl` is the module that the line names; importing it patches. `recipe` is `alignkit doctor --recipe`.
+Importing `verl` or `nemo_rl` patches the framework. `recipe` implements `alignkit doctor --recipe`. Users' recipes
+contain the module names `alignkit.integrations.verl` and `alignkit.integrations.startup`.
 """

@@ -1,4 +1,4 @@
-"""What the patches of frameworks are made of: calls as the framework's modules are imported, and engines patched by them."""
+"""Base class of the framework patches: hooks on imports of the framework's modules, and patches of the engines."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from alignkit.integrations.importing import WhenImported
 
 
 class Framework(engine_patch.Patch):
-    """Handle of what is replaced in a framework, and in engines for it, in this process; `undo` restores it."""
+    """Handle of the patch of a framework and its engines in this process; `undo` restores both."""
 
     def begin(self, calls: dict[str, Callable[[ModuleType], None]]) -> None:
-        """calls: by the name of a module of the framework."""
+        """Register functions to call when modules are imported. calls: name of a module -> function of the module."""
         self._engines: list[engine_patch.Patch] = []
-        self._later = WhenImported(calls)
-        self._later.begin()
+        self._import_hooks = WhenImported(calls)
+        self._import_hooks.begin()
 
     def align(self, engine: type[engine_patch.Patch], patch: Callable[[], engine_patch.Patch]) -> None:
-        """Patches an engine by `patch`, which is undone with this one unless the engine was patched before."""
+        """Patch an engine by `patch`. `undo` restores it, unless the engine was patched before."""
         fresh = engine.live() is None
         handle = patch()
         if fresh:
             self._engines.append(handle)
 
     def restored(self) -> None:
-        if "_later" in vars(self):
-            self._later.end()
+        if "_import_hooks" in vars(self):
+            self._import_hooks.end()
             for handle in self._engines:
                 handle.undo()

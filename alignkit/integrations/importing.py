@@ -1,4 +1,8 @@
-"""Calls to make once a module is imported: a framework's processes each import a part of it, in an order of their own."""
+"""Import hooks: functions that run when a module is imported, in any process and order of imports.
+
+`startup/sitecustomize.py` loads this file by its path in every Python process of a NeMo-RL run, so it imports the
+standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ from types import ModuleType
 
 
 class WhenImported(importlib.abc.MetaPathFinder):
-    """`calls`: by the name of a module. Each is called with it: at once if it is imported, else when it has been, before
-    whoever imports it goes on. What a call raises, the import raises."""
+    """A finder that calls a function when a module has been imported, at once if it already is.
+
+    calls: name of a module -> function of the module. The importing statement raises the function's exceptions.
+    """
 
     def __init__(self, calls: dict[str, Callable[[ModuleType], None]]) -> None:
         self._waiting = dict(calls)

@@ -1,10 +1,11 @@
-"""NeMo-RL: importing this module aligns it in this process.
+"""NeMo-RL integration: importing this module patches NeMo-RL in this process.
 
-NeMo-RL has no plugins; it hands its environment to every process it starts. So the line is a variable:
+NeMo-RL has no plugins, but all its processes inherit the environment. So an environment variable enables alignkit:
 
     export PYTHONPATH=$(python -m alignkit.integrations.startup):$PYTHONPATH
 
-Python then runs `startup/sitecustomize.py` in each of them, which imports this module as soon as NeMo-RL is imported there.
+Python then runs `startup/sitecustomize.py` in each process, which imports this module when NeMo-RL is imported. The
+replaced functions are in functions.json, and the replacements take the same arguments.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ ENV = Config.vllm.name
 
 
 class Patch(Framework):
-    """Handle of what is replaced in NeMo-RL, and in Megatron-core, in this process; `undo` restores it."""
+    """Handle of the patch of NeMo-RL and Megatron-core in this process; `undo` restores both."""
 
     engine, command = "NeMo-RL", "alignkit.integrations.nemo_rl"
 
     def install(self) -> None:
         self.version = getattr(sys.modules.get("nemo_rl"), "__version__", "unknown")
         self._env = os.environ.get(ENV)
-        os.environ[ENV] = "1"  # vLLM's workers load alignkit's plugin; Ray hands this on to the processes it starts
+        os.environ[ENV] = "1"  # for alignkit's plugin in vLLM workers, which inherit it through Ray
         self.begin(
             {
                 "nemo_rl.distributed.model_utils": self._logprobs,
@@ -70,7 +71,7 @@ class Patch(Framework):
 
 
 def logprob(vocab_parallel_logits, target, vocab_start_index, vocab_end_index, group, inference_only=False):
-    """In place of ``DistributedLogprob.apply``: fp32 logits ``[b, s, V / tp]`` of an aligned model, target ``[b, s]``."""
+    """Replace ``DistributedLogprob.apply``: fp32 logits ``[b, s, V / tp]`` of an aligned model, target ``[b, s]``."""
     from megatron.core.tensor_parallel import cross_entropy
 
     from alignkit.megatron.patch import active
@@ -83,33 +84,33 @@ def logprob(vocab_parallel_logits, target, vocab_start_index, vocab_end_index, g
 def chunked_logprob(
     vocab_parallel_logits, target, vocab_start_index, vocab_end_index, chunk_size, tp_group, inference_only=False
 ):
-    """In place of ``ChunkedDistributedLogprob.apply``: the op keeps to a workspace of its own, in which bits do not depend."""
+    """Replace ``ChunkedDistributedLogprob.apply``. The op bounds its workspace itself; chunks do not affect bits."""
     return logprob(vocab_parallel_logits, target, vocab_start_index, vocab_end_index, tp_group, inference_only)
 
 
 def refuse_sampling(*args, **kwargs):
-    raise UnsupportedError("policy.generation.top_k / top_p: their logprobs cannot be recomputed from the tokens alone")
+    raise UnsupportedError("policy.generation.top_k / top_p: not supported; training cannot recompute their logprobs")
 
 
 def scaled(logits: torch.Tensor, sampling_params):
-    """In place of ``apply_temperature_scaling``: a quotient. By a plain number a GPU multiplies with its reciprocal."""
+    """Replace ``apply_temperature_scaling``: divide by a tensor; a GPU multiplies by a float's reciprocal."""
     if sampling_params is not None and sampling_params.temperature != 1.0:
         logits.div_(torch.tensor(sampling_params.temperature, dtype=torch.float32, device=logits.device))
     return logits
 
 
 def with_vocabulary(stock):
-    """``setup_model_and_optimizer``, whose model then knows its vocabulary: that of config.json, as vLLM samples from it."""
+    """Wrap ``setup_model_and_optimizer`` to set the model's vocabulary size to that of config.json, as in vLLM."""
 
     @functools.wraps(stock)
     def setup(policy_cfg, megatron_cfg, *args, **kwargs):
         from alignkit.megatron import set_vocab_size
 
-        made = stock(policy_cfg, megatron_cfg, *args, **kwargs)
-        if made.draft_model is not None:
+        state = stock(policy_cfg, megatron_cfg, *args, **kwargs)
+        if state.draft_model is not None:
             raise UnsupportedError("policy.draft: speculative decoding is not supported")
-        set_vocab_size(made.model, int(megatron_cfg.model.vocab_size))
-        return made
+        set_vocab_size(state.model, int(megatron_cfg.model.vocab_size))
+        return state
 
     return setup
 

@@ -1,9 +1,13 @@
-"""verl: importing this module aligns it in this process. The line of a recipe that makes all of verl's processes do so is
+"""verl integration: importing this module patches verl in this process.
+
+One setting in the recipe enables alignkit:
 
     actor_rollout_ref.model.external_lib=alignkit.integrations.verl
 
-verl imports the module of that name wherever it makes the model's configuration: in the trainer, in each training worker and
-in each rollout server, before any of them builds an engine. What fails here fails there: verl swallows nothing of it.
+verl imports the module named by `external_lib` in every process that creates the model's configuration: the trainer,
+each training worker and each rollout server. This happens before an engine is built, and verl propagates exceptions.
+
+A verl function that is replaced needs its hash in functions.json; one that is wrapped or relied on needs a hook point.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import torch
 import alignkit
 from alignkit import ops
 from alignkit.dist import TP
-from alignkit.engines.seams import Seam, unresolved
+from alignkit.engines.hook_points import HookPoint, unresolved
 from alignkit.errors import UnsupportedError
 from alignkit.integrations.framework import Framework
 from alignkit.integrations.functions import require_known
@@ -28,25 +32,29 @@ ENGINE = "verl.workers.engine.megatron.transformer_impl"
 FUSED = "verl.models.mcore.model_forward_fused"
 SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
-OURS = "alignkit.integrations.verl_worker.WorkerExtension"
-TEMPERATURE_OF_PADDING = 1e-8  # as in verl: its rows have a temperature of 0
+ALIGNED_EXTENSION = "alignkit.integrations.verl_worker.WorkerExtension"
+TEMPERATURE_OF_PADDING = 1e-8  # same as verl: padding tokens have temperature 0
 
 _SERVER = "workers/rollout/vllm_rollout/vllm_async_server.py"
-SEAMS = (
-    Seam("workers/config/model.py", "HFModelConfig.__post_init__", mentions=("import_external_libs", "external_lib")),
-    Seam("workers/engine/base.py", "EngineRegistry.new", ("model_type", "backend")),
-    Seam("workers/engine/megatron/transformer_impl.py", "MegatronEngine._build_megatron_module"),
-    Seam(_SERVER, "vLLMHttpServer.launch_server", mentions=("_preprocess_engine_kwargs", "_get_worker_extension_cls")),
-    Seam(_SERVER, "vLLMHttpServer.run_server", mentions=("AsyncEngineArgs", "create_engine_config", "tokenizer")),
-    Seam(_SERVER, "vLLMHttpServer._preprocess_engine_kwargs", ("engine_kwargs",)),
-    Seam("trainer/ppo/v1/trainer_base.py", "PPOTrainer._setup", mentions=("_init_tokenizer", "_init_dataloader")),
-    Seam("trainer/ppo/ray_trainer.py", "RayPPOTrainer.init_workers"),
+HOOK_POINTS = (
+    HookPoint(
+        "workers/config/model.py", "HFModelConfig.__post_init__", mentions=("import_external_libs", "external_lib")
+    ),
+    HookPoint("workers/engine/base.py", "EngineRegistry.new", ("model_type", "backend")),
+    HookPoint("workers/engine/megatron/transformer_impl.py", "MegatronEngine._build_megatron_module"),
+    HookPoint(
+        _SERVER, "vLLMHttpServer.launch_server", mentions=("_preprocess_engine_kwargs", "_get_worker_extension_cls")
+    ),
+    HookPoint(_SERVER, "vLLMHttpServer.run_server", mentions=("AsyncEngineArgs", "create_engine_config", "tokenizer")),
+    HookPoint(_SERVER, "vLLMHttpServer._preprocess_engine_kwargs", ("engine_kwargs",)),
+    HookPoint("trainer/ppo/v1/trainer_base.py", "PPOTrainer._setup", mentions=("_init_tokenizer", "_init_dataloader")),
+    HookPoint("trainer/ppo/ray_trainer.py", "RayPPOTrainer.init_workers"),
 )
-"""What is called around verl's own functions. Those that are replaced are known by their sources: `functions`."""
+"""Names in verl that are wrapped or relied on. `functions` holds the hashes of replaced functions."""
 
 
 class Patch(Framework):
-    """Handle of what is replaced in verl, and in both engines, in this process; `undo` restores it."""
+    """Handle of the patch of verl and both engines in this process; `undo` restores all."""
 
     engine, command = "verl", "alignkit.integrations.verl"
 
@@ -54,8 +62,10 @@ class Patch(Framework):
         import verl
 
         self.version = verl.__version__  # pyright: ignore[reportAttributeAccessIssue]
-        if lacking := unresolved(Path(verl.__file__).parent, SEAMS):
-            raise UnsupportedError(f"verl {self.version} is not as known: {'; '.join(lacking)}")
+        if missing := unresolved(Path(verl.__file__).parent, HOOK_POINTS):
+            raise UnsupportedError(
+                f"verl {self.version}: hook points are missing or have changed: {'; '.join(missing)}"
+            )
         self.begin(
             {
                 "verl.workers.engine.base": self._registry,
@@ -93,8 +103,8 @@ class Patch(Framework):
         from alignkit.vllm.patch import Patch as VLLM
 
         self.align(VLLM, alignkit.patch_vllm)
-        # Ray makes a subclass of an actor's class, with methods of its own that call what the class had then.
-        for cls in (module.vLLMHttpServer, *_below(module.vLLMHttpServer)):
+        # Ray derives a class from an actor's class, whose methods call the originals. Patch the subclasses too.
+        for cls in (module.vLLMHttpServer, *_subclasses(module.vLLMHttpServer)):
             for name, wrapped in (
                 ("_preprocess_engine_kwargs", with_vocabulary_size),
                 ("_get_worker_extension_cls", worker_extension),
@@ -116,16 +126,16 @@ class Patch(Framework):
         self.replace(trainer, name, checked)
 
 
-def _below(cls: type) -> list[type]:
-    """All subclasses of a class."""
-    return [c for direct in cls.__subclasses__() for c in (direct, *_below(direct))]
+def _subclasses(cls: type) -> list[type]:
+    """Return all direct and indirect subclasses of a class."""
+    return [c for direct in cls.__subclasses__() for c in (direct, *_subclasses(direct))]
 
 
 def vocabulary_size(model_config: Any) -> int:
-    """How many ids a model gives a probability to in verl: those that its tokenizer has."""
+    """Return the vocabulary size in verl, the number of ids of the tokenizer."""
     if model_config.tokenizer is None:
         raise UnsupportedError(
-            "actor_rollout_ref.model.load_tokenizer: False is not supported: verl samples from its ids"
+            "actor_rollout_ref.model.load_tokenizer: must be True, got False. The tokenizer sets the vocabulary size."
         )
     return min(len(model_config.tokenizer), model_config.hf_config.vocab_size)
 
@@ -134,14 +144,14 @@ def only_megatron(stock):
     @functools.wraps(stock)
     def new(cls, model_type, backend, *args, **kwargs):
         if model_type == "language_model" and backend != "megatron":
-            raise UnsupportedError(f"strategy: {backend!r} is not supported, only 'megatron'")
+            raise UnsupportedError(f"strategy: must be 'megatron', got {backend!r}")
         return stock(cls, model_type, backend, *args, **kwargs)
 
     return new
 
 
 def with_vocabulary(stock):
-    """`MegatronEngine._build_megatron_module`, whose models then know their vocabulary."""
+    """Wrap `MegatronEngine._build_megatron_module` to set the vocabulary size of the models."""
 
     @functools.wraps(stock)
     def build(engine):
@@ -169,9 +179,9 @@ def logits_processor(
     batch: Any,
     data_format: str,
 ) -> dict[str, torch.Tensor]:
-    """In place of verl's `_lm_head_logits_processor`: log_probs and entropy of the labels, by one op.
+    """Replace verl's `_lm_head_logits_processor`: compute the labels' log_probs, and the entropy, in one op.
 
-    logits: fp32 ``[b, s, V / tp]`` of the aligned output layer, which stay as they are. label, temperature ``[b, s]``.
+    logits: fp32 ``[b, s, V / tp]`` of the aligned output layer, not modified. label, temperature: ``[b, s]``.
     """
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
@@ -181,9 +191,9 @@ def logits_processor(
         ("distillation (distillation_only)", distillation_only),
     ):
         if asked:
-            raise UnsupportedError(f"{name}: what it computes of the logits is not supported")
+            raise UnsupportedError(f"{name}: not supported, because it computes other functions of the logits")
     if logits.dtype != torch.float32:
-        raise UnsupportedError(f"logits: {logits.dtype} has lost bits of the aligned output layer's fp32")
+        raise UnsupportedError(f"logits: must be torch.float32 from the aligned output layer, got {logits.dtype}")
     tp = TP(get_tensor_model_parallel_group())
     result = ops.logp_from_logits(
         logits,
@@ -198,7 +208,7 @@ def logits_processor(
 
 
 def with_vocabulary_size(stock):
-    """`vLLMHttpServer._preprocess_engine_kwargs`, which also tells vLLM how many ids may be sampled."""
+    """Wrap `vLLMHttpServer._preprocess_engine_kwargs` to pass the vocabulary size to vLLM."""
 
     @functools.wraps(stock)
     def preprocess(server, engine_kwargs: dict) -> None:
@@ -213,13 +223,13 @@ def with_vocabulary_size(stock):
 
 
 def worker_extension(stock):
-    """`vLLMHttpServer._get_worker_extension_cls`: verl's own class, but for what it would do to the logits."""
+    """Wrap `vLLMHttpServer._get_worker_extension_cls` to return alignkit's subclass of verl's extension."""
 
     @functools.wraps(stock)
     def name(server) -> str:
-        if (asked := stock(server)) not in (EXTENSION, OURS):
-            raise UnsupportedError(f"worker extension: {asked} is not supported, only {EXTENSION}")
-        return OURS
+        if (asked := stock(server)) not in (EXTENSION, ALIGNED_EXTENSION):
+            raise UnsupportedError(f"worker extension: must be {EXTENSION}, got {asked}")
+        return ALIGNED_EXTENSION
 
     return name
 

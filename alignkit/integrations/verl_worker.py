@@ -1,5 +1,8 @@
-"""verl's part of a vLLM worker. Its name travels in the engine's configuration, so that a worker that cannot import it does
-not start."""
+"""The extension that verl adds to vLLM workers.
+
+The engine's configuration carries its name, `ALIGNED_EXTENSION` of `alignkit.integrations.verl`. A worker that cannot
+import it fails to start. It is alone in this file because the import needs verl's vLLM modules.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,18 @@ require_known("verl", vLLMColocateWorkerExtension.monkey_patch_model, monkey_pat
 
 
 class WorkerExtension(vLLMColocateWorkerExtension):
-    """Verl's, on an aligned worker. The engine was given the size of the vocabulary, so that the logits of other ids are
-    -inf already; and what new weights have done to the model is looked at."""
+    """The worker extension of verl, for an aligned worker.
+
+    `AlignedLogitsProcessor` already masks ids beyond the vocabulary, so verl's own mask is omitted. After a weight
+    update the worker checks its model.
+    """
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
         if banned_token_ids:
-            raise UnsupportedError("banned_token_ids: placeholders of pictures and videos are not supported")
+            raise UnsupportedError("banned_token_ids: placeholder ids of images and videos are not supported")
         given = self.vllm_config.additional_config[VOCAB_SIZE]
         if given != min(vocab_size, self.model_config.get_vocab_size()):
-            raise UnsupportedError(f"vocab_size: {vocab_size}, but the engine was made for {given} ids")
+            raise UnsupportedError(f"vocab_size: must equal the engine's {given}, got {vocab_size}")
 
     def update_weights_from_ipc(self, *args, **kwargs) -> None:
         super().update_weights_from_ipc(*args, **kwargs)

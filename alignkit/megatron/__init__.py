@@ -1,6 +1,7 @@
-"""Megatron-core through alignkit's ops: `patch_megatron`, `set_vocab_size`, `status`, `logprobs` and `output_processor`.
+"""Megatron-core adapter: `patch_megatron`, `set_vocab_size`, `status`, `logprobs` and `output_processor`.
 
-Importing this package does not import Megatron; calling into it does.
+Importing this package does not import Megatron; calling one of its functions does. Public: names and
+signatures are documented in docs/api/megatron.md.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib
 
 from alignkit.errors import UnsupportedError
 
-_WHERE = {
+_MODULES = {
     "patch_megatron": "patch",
     "set_vocab_size": "patch",
     "status": "patch",
@@ -19,14 +20,14 @@ _WHERE = {
     "LogProbs": "head",
     "LogProbsRequest": "head",
 }
-__all__ = list(_WHERE)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str):
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     except ModuleNotFoundError as e:
         if (e.name or "").partition(".")[0] != "megatron":
             raise

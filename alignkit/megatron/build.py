@@ -1,4 +1,8 @@
-"""Builds a Megatron-core GPTModel or HybridModel from an HF model directory, with one of the stock layer specs."""
+"""Builder of a Megatron-core GPTModel or HybridModel from an HF model directory, with a stock layer spec.
+
+`alignkit check`, `alignkit bisect`, the examples and the tests build their models here; frameworks build their own. The
+models are stock until `patch_megatron` replaces their modules.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +35,26 @@ from alignkit.errors import InputError, UnsupportedError
 from alignkit.megatron import modules
 from alignkit.megatron.models import hybrid_block, hybrid_model, pattern
 from alignkit.megatron.supported import MEGATRON_LLAMA3
-from alignkit.models.family import CHOICE_BIAS
+from alignkit.models.family import EXPERT_BIAS
 
 
 def transformer_config(
     arch: Architecture, dtype: torch.dtype, *, tp: int = 1, sequence_parallel: bool = False, **overrides
 ) -> TransformerConfig:
-    """The TransformerConfig of `arch`; `overrides` are TransformerConfig fields, taken as they are.
+    """Return the TransformerConfig of `arch`.
 
-    dtype: torch.float32 or torch.bfloat16. Raises InputError for another type.
+    Args:
+        arch: The model's architecture.
+        dtype: torch.float32 or torch.bfloat16.
+        tp: Tensor-parallel size.
+        sequence_parallel: Use sequence parallelism.
+        **overrides: Fields of the TransformerConfig; they override all others.
+
+    Raises:
+        InputError: If `dtype` is another type.
     """
     if dtype not in (torch.float32, torch.bfloat16):
-        raise InputError(f"dtype: {dtype} is not torch.float32 or torch.bfloat16")
+        raise InputError(f"dtype: must be torch.float32 or torch.bfloat16, got {dtype}")
     fields = dict(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -90,13 +102,13 @@ def transformer_config(
             moe_router_score_function="sigmoid",
             moe_router_pre_softmax=False,
             moe_router_topk_scaling_factor=arch.routed_scale,
-            moe_router_enable_expert_bias=arch.choice_bias,
-            moe_router_bias_update_rate=0.0,  # the bias is the checkpoint's, unless the caller wants it to move
+            moe_router_enable_expert_bias=arch.expert_bias,
+            moe_router_bias_update_rate=0.0,  # keep the checkpoint's bias unless the caller overrides this
         )
     if arch.groups > 1:
         fields |= dict(moe_router_num_groups=arch.groups, moe_router_group_topk=arch.top_groups)
     config = TransformerConfig(**(fields | overrides))
-    if isinstance(scaling := arch.rope_scaling, Yarn):  # GPTModel reads them there, though they are no fields
+    if isinstance(scaling := arch.rope_scaling, Yarn):  # GPTModel reads these attributes; they are not fields
         config.yarn_rotary_scaling_factor = scaling.factor
         config.yarn_original_max_position_embeddings = scaling.original_max_position
         config.yarn_beta_fast, config.yarn_beta_slow = scaling.beta_fast, scaling.beta_slow
@@ -106,20 +118,23 @@ def transformer_config(
 
 
 def rotary_arguments(arch: Architecture) -> dict[str, Any]:
-    """GPTModel's arguments for `arch`'s rotary embedding. Raises UnsupportedError for one that Megatron-core lacks."""
+    """Return GPTModel's arguments for `arch`'s rotary embedding.
+
+    Raises UnsupportedError for a scaling that Megatron-core does not have.
+    """
     scaling = arch.rope_scaling
-    usual = {"rotary_base": arch.rope_base} | (
+    common = {"rotary_base": arch.rope_base} | (
         {"rotary_percent": arch.rotary_factor} if arch.rotary_factor != 1 else {}
     )
     if not isinstance(scaling, Llama3):
-        return usual | {"position_embedding_type": "rope" if scaling is None else "yarn"}
+        return common | {"position_embedding_type": "rope" if scaling is None else "yarn"}
     given = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position)
     if given != MEGATRON_LLAMA3:
         raise UnsupportedError(
-            f"rope_scaling: low_freq_factor, high_freq_factor and original_max_position_embeddings are {given}; "
-            f"Megatron-core only has {MEGATRON_LLAMA3}"
+            f"rope_scaling: low_freq_factor, high_freq_factor and original_max_position_embeddings must be "
+            f"{MEGATRON_LLAMA3}, which Megatron-core hard-codes, got {given}"
         )
-    return usual | {"position_embedding_type": "rope", "rope_scaling": True, "rope_scaling_factor": scaling.factor}
+    return common | {"position_embedding_type": "rope", "rope_scaling": True, "rope_scaling_factor": scaling.factor}
 
 
 def gpt_model(
@@ -133,19 +148,29 @@ def gpt_model(
     weights: Mapping[str, torch.Tensor] | None = None,
     **overrides,
 ) -> GPTModel:
-    """GPTModel, or with a pattern HybridModel, with the weights of the HF directory `model_dir`, cut for this rank, in evaluation mode.
+    """Build a GPTModel, or a HybridModel if there is a pattern, with this rank's shard of the weights.
 
-    `megatron.core.parallel_state` must be initialised; its tensor- and pipeline-parallel groups say how the weights are
-    cut. vp_stage: which of this rank's virtual pipeline stages, if it has several. The model is on the current CUDA device; on a machine without a GPU, build and run inside
+    `megatron.core.parallel_state` must be initialized; its groups define the sharding, expert parallelism included. The
+    model is on the current CUDA device and in evaluation mode. On a machine without a GPU, build and run it inside
     `alignkit.megatron.cpu.cpu_host()`.
 
-    transformer_engine: take the layer spec of that name, for which TransformerEngine must be installed, in place of the
-        local one. hybrid_layer_pattern: an attention and an MLP for each layer, ``*-*-*-*-``, with the borders of a pipeline's
-        stages where it has some, ``*-*-|*-*-``. weights: HF names to whole tensors, in place of the directory's; it then needs
-        no more than its ``config.json``. overrides: fields of the TransformerConfig.
+    Args:
+        model_dir: HF model directory.
+        dtype: torch.float32 or torch.bfloat16.
+        sequence_parallel: Use sequence parallelism if there are several tensor-parallel ranks.
+        transformer_engine: Use TransformerEngine's layer spec, which requires TransformerEngine. False: the local spec.
+        vp_stage: Virtual pipeline stage of this rank, if it has several.
+        hybrid_layer_pattern: Attention and MLP of each layer, ``*-*-*-*-``, optionally with the boundaries of pipeline
+            stages, ``*-*-|*-*-``.
+        weights: HF names -> whole tensors, instead of the directory's, which then needs only ``config.json``.
+        **overrides: Fields of the TransformerConfig.
 
-    A model with experts has its expert-parallel and expert-tensor-parallel groups from there too.
-    Raises UnsupportedError naming what is not of a model of a known family, before anything is built.
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedError: Naming the first setting of config.json that is not supported, before anything is built.
+        InputError: If the weights do not match the model, or the pattern does not match its layers.
     """
     arch = read_architecture(model_dir)
     if hybrid_layer_pattern is not None:
@@ -166,7 +191,7 @@ def gpt_model(
     config = transformer_config(
         arch, dtype, tp=tp, sequence_parallel=sequence_parallel and tp > 1, **(layout | overrides)
     )
-    of_experts = {
+    expert_layout = {
         "ep_rank": parallel_state.get_expert_model_parallel_rank(),
         "ep_size": config.expert_model_parallel_size,
         "expert_tp_rank": parallel_state.get_expert_tensor_parallel_rank(),
@@ -180,19 +205,19 @@ def gpt_model(
         tp_size=tp,
         dtype=dtype,
         fused_norms=transformer_engine,
-        **(of_experts if arch.experts else {}),
+        **(expert_layout if arch.experts else {}),
     )
-    of_layer = {
+    layer_options = {
         "qk_layernorm": arch.qk_norm,
         "num_experts": config.num_moe_experts,
         "moe_grouped_gemm": config.moe_grouped_gemm,
     }
     spec = (
-        get_gpt_layer_with_transformer_engine_spec(**of_layer)
+        get_gpt_layer_with_transformer_engine_spec(**layer_options)
         if transformer_engine
-        else get_gpt_layer_local_spec(normalization="RMSNorm", **of_layer)
+        else get_gpt_layer_local_spec(normalization="RMSNorm", **layer_options)
     )
-    if arch.dense_layers:  # the block's spec has one for each layer of this stage
+    if arch.dense_layers:  # a block spec has one layer spec for each layer of this stage
         spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
     cls = GPTModel
     if hybrid_layer_pattern is not None:
@@ -218,12 +243,12 @@ def gpt_model(
     if config.pipeline_model_parallel_size == 1:
         missing |= set(weights) - set(names.values())
     if missing:
-        raise InputError(f"model: weights and model do not match: {', '.join(sorted(missing))}")
+        raise InputError(f"model: in only one of model and weights: {', '.join(sorted(missing))}")
     return model.eval()
 
 
 def hybrid_spec(layer: ModuleSpec) -> ModuleSpec:
-    """HybridModel's spec with the modules of a GPTModel's layer, whose halves are layers of their own there."""
+    """Return HybridModel's spec for a GPTModel layer spec; attention and MLP become separate layers."""
     attention = dataclasses.replace(
         layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
     )
@@ -243,15 +268,15 @@ def _check_pattern(letters: str, arch: Architecture) -> None:
     if hybrid_model is None:
         raise UnsupportedError("hybrid_layer_pattern: this version of Megatron-core has no HybridModel")
     if isinstance(arch.rope_scaling, Llama3):
-        raise UnsupportedError("rope_scaling: HybridModel has no Llama 3 scaling")
+        raise UnsupportedError("rope_scaling: HybridModel does not support Llama 3 scaling")
     if arch.experts:
-        raise UnsupportedError("hybrid_layer_pattern: a HybridModel with experts is not supported")
+        raise UnsupportedError("hybrid_layer_pattern: a HybridModel with experts (MoE) is not supported")
     if letters.replace("|", "") != "*-" * arch.layers:
-        raise InputError(f"hybrid_layer_pattern: {letters!r} is not an attention and an MLP for each of {arch.layers}")
+        raise InputError(f"hybrid_layer_pattern: must be '*-' for each of {arch.layers} layers, got {letters!r}")
 
 
 def whole_name(model: GPTModel, name: str) -> str:
-    """What a parameter of a pipeline stage or of a HybridModel is called in a GPTModel that is in one piece."""
+    """Return the name in a GPTModel without pipeline stages of a parameter of a stage or a HybridModel."""
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
     hybrid = pattern(model) is not None
@@ -264,25 +289,31 @@ def whole_name(model: GPTModel, name: str) -> str:
 
 
 def hf_weights(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model that is `arch`, as whole tensors with HF names, one at a time; what a rollout engine loads.
-    Of a pipeline stage those that it holds, the last one's copy of a tied embedding included.
+    """Yield a model's weights as whole tensors with HF names, one at a time, as a rollout engine loads them.
 
-    A collective of the model's tensor-parallel group, and of those that share experts: every rank must run it to its end,
-    and every rank gets every tensor.
+    A pipeline stage yields the weights it has, the last stage's copy of a tied embedding included. This is a collective
+    of the model's tensor-parallel and expert groups: every rank must exhaust it, and every rank gets every tensor.
+
+    Args:
+        model: A GPTModel or HybridModel.
+        arch: The model's architecture.
     """
     return whole(model, arch, {name: tensor.detach() for name, tensor in _tensors(model, arch)})
 
 
 def _tensors(model: GPTModel, arch: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters, and the biases of the choice of experts where the checkpoint has them, which are buffers."""
+    """Yield the parameters, and the expert biases (buffers) if the checkpoint has them."""
     yield from model.named_parameters()
-    if not arch.choice_bias:
+    if not arch.expert_bias:
         return
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(CHOICE_BIAS))
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIAS))
 
 
 def whole(model: GPTModel, arch: Architecture, parts: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """`hf_weights` of other tensors that are cut as the weights are, by the model's names: gradients, for one."""
+    """Yield whole tensors with HF names from shards laid out like the weights, such as gradients.
+
+    parts: the model's parameter names -> this rank's shards. A collective like `hf_weights`.
+    """
     named = {whole_name(model, name): part for name, part in parts.items()}
     experts = modules.expert_ranks(model)
 
@@ -297,9 +328,9 @@ def whole(model: GPTModel, arch: Architecture, parts: dict[str, torch.Tensor]) -
 
 @contextlib.contextmanager
 def _sequence_parallel_norms() -> Iterator[None]:
-    """Lets stock Megatron build its torch RMSNorm with sequence parallelism, which it refuses by an assert.
+    """Let stock Megatron build torch.nn.RMSNorm with sequence parallelism, which it rejects by an assertion.
 
-    The norm is the same; its weight is marked, so that Megatron sums its gradient over the ranks.
+    The norm is the same. Its weight gets the sequence_parallel mark, so that Megatron sums its gradient over the ranks.
     """
 
     def norm(cls, config, hidden_size, eps=1e-5, **_):

@@ -1,11 +1,12 @@
-"""Lets Megatron-core run on a machine without a GPU. No numerics.
+"""CPU substitutes for the CUDA calls of Megatron-core, so that it runs on a machine without a GPU. No numerics.
 
-Megatron asks for "the current CUDA device" where it allocates, for the current stream where its DDP might
-have to wait, for all work to be done before it writes a distributed checkpoint, and for the device's random state around
-dropout and recomputation; its pipeline makes a tensor on "cuda", moves the tied embedding there and waits for the device;
-it makes a stream for TransformerEngine's attention under context parallelism; its router asks for a product of
-TransformerEngine's by a name that 0.16 leaves undefined where that is not installed.
-All are answered here with what a CPU host has.
+Megatron-core uses CUDA unconditionally in these places:
+
+- the current device, for allocations; the current stream, in DDP; synchronization, before a distributed checkpoint
+- the device's random state, around dropout and recomputation
+- pipeline schedules: a tensor on "cuda", `.cuda()` of the tied embedding, synchronization
+- a stream for TransformerEngine's attention under context parallelism
+- the router: `te_general_gemm`, which 0.16 leaves undefined without TransformerEngine
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ def _no_fork(self, name: str = "") -> Iterator[None]:
 
 
 class _Stream:
-    """Nothing is put on it: aligned, TransformerEngine's attention exchanges nothing by itself."""
+    """Stream placeholder. Nothing runs on it: aligned attention does no exchange of its own."""
 
 
 class _Torch:
-    """torch, as Megatron's schedules use it."""
+    """The torch module for Megatron's schedules, with `zeros` on the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -39,9 +40,9 @@ class _Torch:
 
 @contextlib.contextmanager
 def cpu_host() -> Iterator[None]:
-    """While active, Megatron-core allocates on the CPU and its dropout draws from torch's own generator.
+    """Let Megatron-core allocate on the CPU, with dropout from torch's CPU generator.
 
-    Does nothing where CUDA is available. It must be active while models are built, run and differentiated.
+    Keep this context active while models are built, run and differentiated. It does nothing if CUDA is available.
     """
     if torch.cuda.is_available():
         yield
@@ -50,7 +51,7 @@ def cpu_host() -> Iterator[None]:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
-    answers = [
+    substitutes = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "current_stream", lambda device=None: None),
         (torch.cuda, "Stream", _Stream),
@@ -62,12 +63,12 @@ def cpu_host() -> Iterator[None]:
         (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),  # recomputation sets the CPU's state itself
     ]
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue] - and so it stays
-    saved = [getattr(owner, name) for owner, name, _ in answers]
-    for owner, name, answer in answers:
-        setattr(owner, name, answer)
+        moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue] - not restored
+    saved = [getattr(owner, name) for owner, name, _ in substitutes]
+    for owner, name, substitute in substitutes:
+        setattr(owner, name, substitute)
     try:
         yield
     finally:
-        for (owner, name, _), value in zip(answers, saved, strict=True):
+        for (owner, name, _), value in zip(substitutes, saved, strict=True):
             setattr(owner, name, value)

@@ -1,4 +1,7 @@
-"""What ranks that share a model must agree on about their models, in a few short strings. No numerics."""
+"""Fingerprint of a model: the facts, as short strings, that all ranks sharing the model must agree on. No numerics.
+
+The keys appear in error messages only.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +49,15 @@ _FIELDS = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-"""Fields of the TransformerConfig that change numbers or which collectives run. Those that are not free are at their
-defaults on each rank."""
+"""Fields of the TransformerConfig that affect numerics or the sequence of collectives.
+
+A field that `policy` allows several values for and that has such an effect belongs here. Fields that `policy`
+restricts to their defaults need no comparison.
+"""
 
 
 def settings(model) -> dict[str, str]:
-    """The settings of a model that was checked, those that must be the same on every rank, under the names to report
-    them by."""
+    """Return the settings of a checked model that must be the same on every rank, by the names for errors."""
     config = model.config
     return {
         "rotary_base": repr(aligned.rotations[model.rotary_pos_emb].base),
@@ -66,7 +71,7 @@ def settings(model) -> dict[str, str]:
 
 
 def stage(model) -> dict[str, str]:
-    """The same of the pipeline stage that a model is: tensor-parallel ranks are at the same one."""
+    """Return the pipeline-stage settings, which must be the same on the ranks of one stage."""
     return {
         "pre_process": repr(bool(model.pre_process)),
         "post_process": repr(bool(model.post_process)),
@@ -75,15 +80,16 @@ def stage(model) -> dict[str, str]:
 
 
 def layers(model) -> list[int]:
-    """The numbers of a model's layers, from 1 on."""
+    """Return the layer numbers of this stage; the model's first layer is 1."""
     return [layer.layer_number for layer in model.decoder.layers]
 
 
 def modules(found: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, str]:
-    """The same of its modules, which are `found` with their paths. Each string counts the values that there are, and
-    ends in a digest of where they are.
+    """Return the facts of a model's modules, given as (path, module).
 
-    Takes milliseconds. It depends on nothing but what a `look.Look` sees, and may be kept as long as that holds."""
+    Each string has the count of every value and a digest of (path, value) pairs. The computation takes milliseconds.
+    Facts depend only on the state in a `snapshot.Snapshot`, so they can be cached while it is current.
+    """
     facts: dict[str, list[tuple[str, str]]] = {
         name: []
         for name in (
@@ -100,9 +106,9 @@ def modules(found: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, str]:
     for path, module in found:
         own = module.__dict__
         classes.append((path, type(module).__qualname__))
-        for where, name in ((eps, "eps"), (sequence_parallel, "sequence_parallel"), (gather, "gather_output")):
+        for values, name in ((eps, "eps"), (sequence_parallel, "sequence_parallel"), (gather, "gather_output")):
             if own.get(name) is not None:
-                where.append((path, repr(own[name])))
+                values.append((path, repr(own[name])))
         for name, t in (*own["_parameters"].items(), *own["_buffers"].items()):
             if t is not None:
                 dtypes.append((f"{path}.{name}", str(t.dtype)))

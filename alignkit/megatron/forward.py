@@ -1,4 +1,4 @@
-"""What the names that `patch_megatron` replaces do: a forward of a model, from its checks to its loss. No numerics."""
+"""Replacements for Megatron's model methods and schedules: the checks around a forward, and its loss. No numerics."""
 
 from __future__ import annotations
 
@@ -13,114 +13,125 @@ from alignkit.errors import InputError, UnsupportedError
 from alignkit.runtime import dispatch
 
 from . import calls, fingerprint, head, hooks, models, modules, supported
-from .look import device_of
+from .snapshot import device_of
 
 if TYPE_CHECKING:
     from .patch import Patch
 
 BUILDING = ("__init__", "__new__")
-"""What builds models may be wrapped by others: what it has built is looked at anyway."""
+"""Constructors, which other code may wrap: the models they build are checked anyway."""
 
 
 def init(patch: Patch, stock):
+    """Return GPTModel.__init__ that also patches the model it has built."""
+
     @functools.wraps(stock)
     def aligned(model, *args, **kwargs):
         stock(model, *args, **kwargs)
-        patch.models.adopt(model)
+        patch.models.patch_model(model)
 
     return aligned
 
 
 def init_hybrid(patch: Patch, stock):
-    """HybridModel's: layers that alignkit does not know are refused before they are built, which may take what is not
-    installed, and a base that the model does not keep is compared with what is read off its frequencies."""
+    """Return HybridModel.__init__ that also checks and patches the model.
+
+    Unsupported layers are rejected before they are built, as they may need packages that are not installed. HybridModel
+    does not store its rotary base, so `rotary_base` is compared with the base derived from the frequencies.
+    """
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
     def aligned(model, *args, **kwargs):
         given = signature.bind(model, *args, **kwargs)
         given.apply_defaults()
-        if (why := models.refused_layers(given.arguments["hybrid_layer_pattern"])) is not None:
+        if (why := models.unsupported_layers(given.arguments["hybrid_layer_pattern"])) is not None:
             raise UnsupportedError(why)
         stock(model, *args, **kwargs)
-        patch.models.adopt(model)
-        base, read = given.arguments["rotary_base"], modules.rotations[model.rotary_pos_emb].base
-        if base != read:
+        patch.models.patch_model(model)
+        base, derived = given.arguments["rotary_base"], modules.rotations[model.rotary_pos_emb].base
+        if base != derived:
             raise UnsupportedError(
-                f"rotary_base: {base} has more digits than can be read off a model, which gives {read}"
+                "rotary_base: must have at most six significant digits, because HybridModel stores only the "
+                f"frequencies, got {base}, read back as {derived}"
             )
 
     return aligned
 
 
 def _begin(patch: Patch, model, call: dict[str, Any]) -> None:
-    """What comes before anything of a forward is computed: all ranks check the model and what it is called with."""
+    """Check the model and its inputs on all ranks together, before the forward computes anything."""
     name = type(model).__name__
 
-    of_model: dict = {}
+    model_facts: dict = {}
 
     def checks() -> dict:
         hooks.check_hooks()
-        of_model.update(patch.models.adopt(model, runs=True) | _of_patch(patch, model))
-        return of_model | calls.check_input(model, patch.models.vocabulary_of(model), **call)
+        model_facts.update(patch.models.patch_model(model, for_forward=True) | _patch_facts(patch, model))
+        return model_facts | calls.check_input(model, patch.models.vocabulary_of(model), **call)
 
-    patch.met.add(model)
-    tp, cp = modules.sharing(model)
+    patch.checked_models.add(model)
+    tp, cp = modules.parallel_groups(model)
     experts = modules.expert_ranks(model)
-    check_same_across([tp, cp], name, checks, apart=experts, alike=of_model)
+    check_same_across([tp, cp], name, checks, outer=experts, shared=model_facts)
     if model.pre_process and call.get("decoder_input") is None:
 
         def same_values() -> dict:
             tp.check_same_values(name, input_ids=call.get("input_ids"))
             return {}
 
-        check_same_across([cp], name, same_values, apart=experts)
-    modules.begun[model.decoder] = call.get("packed_seq_params")
+        check_same_across([cp], name, same_values, outer=experts)
+    modules.checked_packed_seq_params[model.decoder] = call.get("packed_seq_params")
 
 
 def _end(patch: Patch, model, hidden_states, call: dict[str, Any], stock: Callable[[], Any]) -> Any:
-    """From the trunk's hidden states to what a forward gives. stock: gives what Megatron makes of them, without labels."""
-    labels, hook, asked = call.get("labels"), call.get("output_processor"), head.request.get()
-    context = call.get("output_processor_context") if hook is not None else asked
+    """Return a forward's result for the decoder's hidden states. stock: computes Megatron's result without labels."""
+    labels, hook, requested = call.get("labels"), call.get("output_processor"), head.request.get()
+    context = call.get("output_processor_context") if hook is not None else requested
 
     def checks() -> dict:
         hooks.check_hooks()
         if hook is not None and hook is not head.output_processor:
-            raise UnsupportedError(f"output_processor: {hook!r} is not alignkit's")
+            raise UnsupportedError(f"output_processor: must be alignkit.megatron.output_processor, got {hook!r}")
         if not model.post_process:
             return {}
-        why = supported.left_stock(model)
-        if why and (hook is not None or asked is not None or labels is not None):
+        why = supported.stock_head_reason(model)
+        if why and (hook is not None or requested is not None or labels is not None):
             raise UnsupportedError(f"labels / output_processor: {why}")
-        if hook is None and asked is None and labels is None:
+        if hook is None and requested is None and labels is None:
             gather = call.get("runtime_gather_output")
             return {"labels": None, "runtime_gather_output": None if gather is None else bool(gather)}
         vocab_size = patch.models.vocabulary_of(model)
-        return calls.check_request(model, vocab_size, hidden_states, labels, head.asked_for(context))
+        return calls.check_request(model, vocab_size, hidden_states, labels, head.request_from(context))
 
     check_same_across(
-        modules.sharing(model), f"the end of {type(model).__name__}", checks, apart=modules.expert_ranks(model)
+        modules.parallel_groups(model), f"the end of {type(model).__name__}", checks, outer=modules.expert_ranks(model)
     )
-    if not model.post_process or (hook is None and labels is None and asked is None):
+    if not model.post_process or (hook is None and labels is None and requested is None):
         result = stock()
-        if supported.left_stock(model) and result.shape[-1] != 1:
-            raise UnsupportedError(f"output_layer: a linear layer to one number that gave {tuple(result.shape)}")
+        if supported.stock_head_reason(model) and result.shape[-1] != 1:
+            raise UnsupportedError(
+                f"output_layer: must return one number for each token, got shape {tuple(result.shape)}"
+            )
     else:
         tied = model.share_embeddings_and_output_weights
         result = head.output_processor(
             hidden_states=hidden_states,
             output_layer=model.output_layer,
-            labels=labels,  # pyright: ignore[reportArgumentType] - none only if `context` has its own
+            labels=labels,  # pyright: ignore[reportArgumentType] - None is rejected by the checks above
             output_weight=model.shared_embedding_or_output_weight() if tied else None,
             context=context,
         )
-        result = result if hook is not None or asked is not None else -result.log_probs
-    hooks.check_hooks()  # those of the output layer; no rank waits for this one any more
+        result = result if hook is not None or requested is not None else -result.log_probs
+    hooks.check_hooks()  # hooks of the output layer; no collective follows, so this rank may fail alone
     return result
 
 
 def preprocess(patch: Patch, stock):
-    """The first thing that GPTModel.forward calls, in every version and in frameworks' own forwards."""
+    """Return GPTModel._preprocess that begins with the checks of a forward.
+
+    GPTModel.forward calls it first, in every version and in the frameworks' own forwards.
+    """
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -133,7 +144,7 @@ def preprocess(patch: Patch, stock):
 
 
 def postprocess(patch: Patch, stock):
-    """The last thing that it calls."""
+    """Return GPTModel._postprocess, the last call of GPTModel.forward, with alignkit's loss and logprobs."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -145,17 +156,19 @@ def postprocess(patch: Patch, stock):
 
 
 def hybrid(patch: Patch, stock):
-    """HybridModel.forward, which calls nothing of its own before its trunk or after it. As GPTModel's it takes an
-    `output_processor`."""
+    """Return HybridModel.forward with the checks of a forward and alignkit's loss and logprobs.
+
+    HybridModel has no _preprocess and _postprocess to replace. Unlike stock, this forward accepts `output_processor`.
+    """
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
     def aligned(model, *args, output_processor=None, output_processor_context=None, **kwargs):
         call = signature.bind(model, *args, **kwargs).arguments
-        if (inferring := call.pop("inference_params", None)) is not None:  # its older name
+        if (inferring := call.pop("inference_params", None)) is not None:  # older name of inference_context
             call["inference_context"] = inferring
         _begin(patch, model, call)
-        hidden_states = _trunk(model, call)
+        hidden_states = _decoder(model, call)
         call |= {"output_processor": output_processor, "output_processor_context": output_processor_context}
 
         def logits():
@@ -172,8 +185,8 @@ def hybrid(patch: Patch, stock):
     return aligned
 
 
-def _trunk(model, call: dict[str, Any]) -> Any:
-    """Embedding, rotations and layers, as HybridModel.forward calls them."""
+def _decoder(model, call: dict[str, Any]) -> Any:
+    """Run embedding, rotary table and layers, like HybridModel.forward."""
     given, packed = call.get("decoder_input"), call.get("packed_seq_params")
     if given is None and model.pre_process:
         given = model.embedding(input_ids=call["input_ids"], position_ids=call.get("position_ids"))
@@ -184,47 +197,52 @@ def _trunk(model, call: dict[str, Any]) -> Any:
         attention_mask=call.get("attention_mask"),
         rotary_pos_emb=table[0]
         if isinstance(table, tuple)
-        else table,  # YaRN's factor, which is in the table, is beside it
+        else table,  # YaRN returns (table, factor); alignkit's table includes the factor
         packed_seq_params=packed,
         padding_mask=call.get("padding_mask"),
     )
 
 
 SCHEDULES = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
+"""Megatron's pipeline schedules."""
 
 
 def schedule(patch: Patch, stock):
-    """A pass of micro-batches through a pipeline. All its stages meet before it, as a stage that was refused in the middle
-    would leave the others waiting for what it was to send."""
+    """Return a pipeline schedule that begins with a collective check of all stages.
+
+    A stage that failed in the middle of a schedule would leave the other stages waiting for its activations.
+    """
     from megatron.core import parallel_state
 
     @functools.wraps(stock)
     def aligned(*args, **kwargs):
-        given, groups, through = (kwargs.get(name) for name in ("model", "pg_collection", "p2p_communicator"))
-        if groups is not None and not hasattr(groups, "tp"):  # several models, each with groups of its own
+        given, groups, communicator = (kwargs.get(name) for name in ("model", "pg_collection", "p2p_communicator"))
+        if groups is not None and not hasattr(groups, "tp"):  # several models, each with its own groups
             return stock(*args, **kwargs)
         tp = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
         cp = parallel_state.get_context_parallel_group() if groups is None else groups.cp
-        pp = parallel_state.get_pipeline_model_parallel_group() if through is None else through.pp_group
+        pp = parallel_state.get_pipeline_model_parallel_group() if communicator is None else communicator.pp_group
         chunks = [_unwrapped(model) for model in (given if isinstance(given, list) else [given])]
-        chunks = [model for model in chunks if isinstance(model, models.MODELS)]  # others are not computed by alignkit
+        chunks = [model for model in chunks if isinstance(model, models.MODELS)]  # other models are not aligned
 
         def checks() -> dict:
             patch.check_in_force(but=BUILDING)
             for model in chunks:
-                patch.models.adopt(model, runs=True)
-            facts = [fingerprint.settings(model) | _of_patch(patch, model) for model in chunks]
+                patch.models.patch_model(model, for_forward=True)
+            facts = [fingerprint.settings(model) | _patch_facts(patch, model) for model in chunks]
             names = facts[0] if facts else ()
             return {name: ", ".join(dict.fromkeys(str(one[name]) for one in facts)) for name in names}
 
-        stages = TP(pp, called="pipeline-parallel")
+        stages = TP(pp, label="pipeline-parallel")
         experts = next(filter(None, map(modules.expert_ranks, chunks)), ())
-        check_same_across([TP(tp), TP(cp, called="context-parallel"), stages], "the pipeline", checks, apart=experts)
+        check_same_across([TP(tp), TP(cp, label="context-parallel"), stages], "the pipeline", checks, outer=experts)
         layers = stages.check("the pipeline", lambda: tuple(tuple(fingerprint.layers(model)) for model in chunks))
-        # A rank's first chunk comes before any rank's second.
+        # The first chunks of all ranks precede their second chunks.
         order = [number for chunk in itertools.zip_longest(*layers, fillvalue=()) for own in chunk for number in own]
         if chunks and order != list(range(1, models.depth(chunks[0]) + 1)):
-            raise InputError(f"pipeline: its stages have the layers {order}, of {models.depth(chunks[0])}")
+            raise InputError(
+                f"pipeline: the stages must have layers 1 to {models.depth(chunks[0])} in order, got {order}"
+            )
         return stock(*args, **kwargs)
 
     return aligned
@@ -236,14 +254,16 @@ def _unwrapped(model):
     return model
 
 
-def _of_patch(patch: Patch, model) -> dict:
+def _patch_facts(patch: Patch, model) -> dict:
     return {"vocab_size": patch.models.vocabulary_of(model), "contract": dispatch.family(device_of(model)).contract_id}
 
 
-def only_known(patch: Patch, base):
+def guard_call(patch: Patch, base):
+    """Return LanguageModule.__call__ that rejects other models, and raises a rank's error on all ranks."""
+
     def call(model, *args, **kwargs):
         if not isinstance(model, models.MODELS):
-            raise UnsupportedError(f"{type(model).__name__}: not one of {models.NAMES}, which are supported")
+            raise UnsupportedError(f"{type(model).__name__}: this model class is not supported, only {models.NAMES}")
 
         def checks() -> None:
             patch.check_in_force(but=BUILDING)
@@ -252,30 +272,32 @@ def only_known(patch: Patch, base):
             if kwargs.get("extra_block_kwargs"):
                 raise UnsupportedError(f"extra_block_kwargs: {kwargs['extra_block_kwargs']!r} is not supported")
 
-        patch.met.discard(model)
+        patch.checked_models.discard(model)
         try:
             checks()
             result = super(base, model).__call__(*args, **kwargs)
         except Exception as e:
-            if model not in patch.met:  # the other ranks are about to meet in `_begin`, and must hear of it there
+            if model not in patch.checked_models:  # the other ranks wait in the collective check of `_begin`
                 check_same_across(
-                    modules.sharing(model),
+                    modules.parallel_groups(model),
                     type(model).__name__,
                     functools.partial(_raise, e),
-                    apart=modules.expert_ranks(model),
+                    outer=modules.expert_ranks(model),
                 )
             raise
-        hooks.check_hooks()  # those of the model itself
+        hooks.check_hooks()  # hooks of the model itself
         return result
 
     return call
 
 
-def only_aligned(stock):
+def require_aligned_block(stock):
+    """Return a decoder block's stock forward that rejects blocks of models that are not aligned."""
+
     @functools.wraps(stock)
     def forward(block, *args, **kwargs):
-        if not isinstance(block, modules.Trunk):
-            raise UnsupportedError(f"{type(block).__name__}: outside of an aligned model it is not supported")
+        if not isinstance(block, modules.DecoderBlock):
+            raise UnsupportedError(f"{type(block).__name__}: not supported outside of an aligned model")
         return stock(block, *args, **kwargs)
 
     return forward

@@ -1,4 +1,4 @@
-"""Forward hooks of a model's modules: they run, and may change nothing. No numerics."""
+"""Guard for forward hooks of a model's modules: hooks run, but may only observe. No numerics."""
 
 from __future__ import annotations
 
@@ -13,54 +13,56 @@ from torch.nn.modules import module as torch_module
 from alignkit.engines.patch import described
 from alignkit.errors import UnsupportedError
 
-from .methods import of_megatron
+from .methods import is_megatron_function
 
-adopted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""The modules of models that the patch in force has taken over, and of copies of them."""
+patched_modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Modules of the models that the active patch has patched, and of their copies."""
 
 _changes: list[str] = []
-"""What hooks have changed since it was last asked for."""
+"""Changes by hooks since the last `check_hooks`."""
 
 
-class Watch:
-    """Takes the place of a forward hook or pre-hook among its module's hooks, to see whether it changes anything.
+class WatchedHook:
+    """Wrapper of a forward hook or pre-hook that records whether the hook changes the module's input or output.
 
-    What the hook returns instead of the module's input or output is thrown away: the forward goes on with what it had,
-    as a rank that stopped here would leave the others waiting. `check_hooks` raises it, where all ranks are asked.
-    Does nothing of its own for a module that is not adopted: a copy that outlived the patch, or another's.
+    A value that the hook returns is discarded and the forward continues, because a rank that stopped here would leave
+    the others waiting. `check_hooks` raises the error later, in a collective check. For a module that is not patched,
+    such as a copy that outlived the patch, the wrapper only calls the hook.
     """
 
-    __slots__ = ("hook", "named", "pre")
+    __slots__ = ("hook", "label", "pre")
 
-    def __init__(self, hook, named: str, pre: bool):
-        self.hook, self.named, self.pre = hook, named, pre
+    def __init__(self, hook, label: str, pre: bool):
+        self.hook, self.label, self.pre = hook, label, pre
 
-    def __call__(self, module, *given):
-        if module not in adopted:
-            return self.hook(module, *given)
-        tensors = [t for t in _leaves(given) if isinstance(t, torch.Tensor) and not t.is_inference()]
+    def __call__(self, module, *args):
+        if module not in patched_modules:
+            return self.hook(module, *args)
+        tensors = [t for t in _leaves(args) if isinstance(t, torch.Tensor) and not t.is_inference()]
         versions = [t._version for t in tensors]
-        result = self.hook(module, *given)
+        result = self.hook(module, *args)
         if [t._version for t in tensors] != versions:
-            _changes.append(f"{self.named}: wrote to the module's input or output")
+            _changes.append(f"{self.label}: wrote to the module's input or output")
         elif result is not None:
-            if self.pre and len(given) == 1 and not isinstance(result, tuple):
-                result = (result,)  # as torch takes it, for a hook that is not given keywords
-            if not _same(result, given[-1] if not self.pre else given[0] if len(given) == 1 else given):
-                _changes.append(f"{self.named}: returned another {'input' if self.pre else 'output'} than the module's")
+            if self.pre and len(args) == 1 and not isinstance(result, tuple):
+                result = (result,)  # torch also wraps the result of a hook without keywords
+            if not _same(result, args[-1] if not self.pre else args[0] if len(args) == 1 else args):
+                _changes.append(f"{self.label}: returned another {'input' if self.pre else 'output'} than the module's")
         return None
 
 
 def watch_hooks(path: str, module: torch.nn.Module) -> None:
-    """Watches the forward hooks of one module that are not Megatron's own (its DDP waits for parameters in one).
-    UnsupportedError for one of a module that is given nothing to compute with."""
+    """Wrap a module's forward hooks, except Megatron's own (DDP waits for parameters in one).
+
+    Raises UnsupportedError for a hook on an expert's module, which receives no tokens.
+    """
     own = module.__dict__
-    if getattr(type(module), "hands_down", False):
+    if getattr(type(module), "returns_weights", False):
         for hook in (*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()):
-            if not _of_megatron(hook):
+            if not _is_megatron_hook(hook):
                 raise UnsupportedError(
-                    f"{path}: the hook {described(getattr(hook, '__func__', hook))} would see no tokens: experts (MoE) are "
-                    "computed together"
+                    f"{path}: the forward hook {described(getattr(hook, '__func__', hook))} is not supported here: "
+                    "experts (MoE) are computed together, so this module receives no tokens"
                 )
         return
     if own["_forward_pre_hooks"]:
@@ -70,44 +72,44 @@ def watch_hooks(path: str, module: torch.nn.Module) -> None:
 
 
 def watch_global_hooks() -> None:
-    """The same for hooks of every module of the process."""
+    """Wrap the forward hooks that torch calls for all modules."""
     _watch(torch_module._global_forward_pre_hooks, "torch.nn.Module: the forward pre-hook of all modules", True)
     _watch(torch_module._global_forward_hooks, "torch.nn.Module: the forward hook of all modules", False)
 
 
-def _watch(hooks: dict[int, Any], named: str, pre: bool) -> None:
+def _watch(hooks: dict[int, Any], label: str, pre: bool) -> None:
     for key, hook in list(hooks.items()):
-        if type(hook) is not Watch and not _of_megatron(hook):
-            hooks[key] = Watch(hook, f"{named} {described(getattr(hook, '__func__', hook))}", pre)
+        if type(hook) is not WatchedHook and not _is_megatron_hook(hook):
+            hooks[key] = WatchedHook(hook, f"{label} {described(getattr(hook, '__func__', hook))}", pre)
 
 
-def _of_megatron(hook: Any) -> bool:
+def _is_megatron_hook(hook: Any) -> bool:
     function = getattr(hook, "__func__", hook)
-    return isinstance(function, types.FunctionType) and of_megatron(function)
+    return isinstance(function, types.FunctionType) and is_megatron_function(function)
 
 
 def check_hooks() -> None:
-    """UnsupportedError for what hooks have changed since this was last called."""
+    """Raise UnsupportedError if hooks have changed an input or output since the last call."""
     if _changes:
         changes = "; ".join(dict.fromkeys(_changes))
         _changes.clear()
-        raise UnsupportedError(changes)
+        raise UnsupportedError(f"{changes}. Forward hooks may only observe")
 
 
 def unwatch_hooks() -> None:
-    """All hooks as they were."""
-    places = [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
-    for module in adopted:
-        places += [module._forward_pre_hooks, module._forward_hooks]
-    for hooks in places:
+    """Restore all wrapped hooks."""
+    registries = [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
+    for module in patched_modules:
+        registries += [module._forward_pre_hooks, module._forward_hooks]
+    for hooks in registries:
         for key, hook in list(hooks.items()):
-            if type(hook) is Watch:
+            if type(hook) is WatchedHook:
                 hooks[key] = hook.hook
     _changes.clear()
 
 
 def _same(new: Any, old: Any) -> bool:
-    """Whether `new` is `old`, or a tuple, list or dict of the very same."""
+    """Return whether `new` is `old`, or a tuple, list or dict of identical objects."""
     if type(new) is not type(old) or not isinstance(new, (tuple, list, dict)):
         return new is old
     if isinstance(new, dict):
@@ -116,7 +118,7 @@ def _same(new: Any, old: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What is in tuples, lists and dicts."""
+    """Yield the leaves of nested tuples, lists and dicts."""
     if isinstance(value, (tuple, list)):
         for v in value:
             yield from _leaves(v)

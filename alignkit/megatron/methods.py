@@ -1,4 +1,4 @@
-"""The methods that a forward runs: each must be its class's own, or the patch's. No numerics."""
+"""Check that the methods a forward runs are the class's original ones, or the patch's. No numerics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from alignkit.engines.patch import described, dotted
 from alignkit.errors import UnsupportedError
 
-_CALLING = frozenset(
+_CALL_PATH = frozenset(
     {
         "__call__",
         "_wrapped_call_impl",
@@ -25,56 +25,57 @@ _CALLING = frozenset(
         "__getattribute__",
     }
 )
-"""Of torch.nn.Module's own names, those that a forward goes through; and all of the names with two underscores."""
+"""Names that a forward calls, among those of torch.nn.Module and among the dunder names of all classes."""
 
-_OVERRIDDEN = ("transformer_engine.", "megatron.core.extensions.")
-"""Beginnings of the names of modules whose classes' methods an aligned class does not call."""
+_OVERRIDDEN_PREFIXES = ("transformer_engine.", "megatron.core.extensions.")
+"""Prefixes of modules whose classes' methods never run, because the aligned classes override them."""
 
 _UNUSED = frozenset({"_apply_output_gate", "compute_mtp_single_step", "_apply_expert_bias"})
-"""Decorated with torch's, by Megatron itself, and only run for what is refused, or not at all."""
+"""Methods that Megatron itself wraps with torch decorators, and that aligned models never run."""
 
 
-def of_megatron(function: types.FunctionType) -> bool:
+def is_megatron_function(function: types.FunctionType) -> bool:
+    """Return whether a function is defined in megatron.core."""
     return function.__globals__["__name__"].startswith("megatron.core.")
 
 
 class Methods:
-    """The methods of the classes that aligned models consist of, and of the classes that those inherit from.
+    """Checker for the methods of the classes in aligned models, base classes included.
 
-    A method is a class's own if it was defined in the body of that class, in that class's module; so one that was
-    replaced before alignkit was imported is found too. `ours` are (class, name) -> what the patch has put there.
+    A method is original if it is defined in its class's body, in the class's module. This also finds methods that were
+    replaced before alignkit was imported. replaced: (class, name) -> the patch's replacement.
     """
 
-    def __init__(self, classes: Iterable[type], ours: dict[tuple[type, str], Any]):
-        self.ours = ours
+    def __init__(self, classes: Iterable[type], replaced: dict[tuple[type, str], Any]):
+        self.replaced = replaced
         self._checked: dict[type, tuple] = {}
         self._names: dict[type, frozenset[str]] = {}
         self._watch(classes)
 
     def _watch(self, classes: Iterable[type]) -> bool:
-        """Whether there is a class among them that was not watched."""
+        """Add classes; return whether one of them is new."""
         found = {base for cls in classes for base in cls.__mro__ if issubclass(base, torch.nn.Module)}
         new = found.difference(self._checked)
         self._checked.update(dict.fromkeys(new, ()))
         return bool(new)
 
     def watch(self, classes: Iterable[type]) -> None:
-        """`check`s these too, from now on."""
+        """Add classes to those that `check` covers."""
         if self._watch(classes):
             self.check()
 
     def check(self) -> None:
-        """UnsupportedError naming the first method of a class that is not its own."""
+        """Raise UnsupportedError naming the first method of a class that has been replaced."""
         for cls, checked in self._checked.items():
             values = tuple(vars(cls).values())
             if len(values) != len(checked) or not all(map(operator.is_, values, checked)):
                 for name, value in vars(cls).items():
-                    if _runs(cls, name) and self.ours.get((cls, name), self) is not value:
-                        _check_own(cls, name, value)
+                    if _may_run(cls, name) and self.replaced.get((cls, name), self) is not value:
+                        _check_original(cls, name, value)
                 self._checked[cls] = values
 
-    def shadowed(self, module: torch.nn.Module, cls: type) -> str | None:
-        """A method of the class `cls`, which the module has or gets, that one of its attributes hides, if any."""
+    def overridden_method(self, module: torch.nn.Module, cls: type) -> str | None:
+        """Return the name of a method of `cls` that an instance attribute of `module` overrides, or None."""
         own = module.__dict__
         names = self._names.get(cls)
         if names is None:
@@ -82,17 +83,17 @@ class Methods:
                 name
                 for base in cls.__mro__
                 for name, value in vars(base).items()
-                if _runs(base, name)
+                if _may_run(base, name)
                 and (callable(value) or isinstance(value, classmethod) or name == "_compiled_call_impl")
             )
         return None if names.isdisjoint(own) else sorted(names.intersection(own))[0]
 
 
-def _runs(cls: type, name: str) -> bool:
-    """Whether a forward may run the attribute `name` of `cls`."""
-    if name in _CALLING:
+def _may_run(cls: type, name: str) -> bool:
+    """Return whether a forward may run the attribute `name` of `cls`."""
+    if name in _CALL_PATH:
         return True
-    if cls.__module__.startswith(_OVERRIDDEN):
+    if cls.__module__.startswith(_OVERRIDDEN_PREFIXES):
         return False
     return not (
         cls is torch.nn.Module or name.startswith("__") or name in _UNUSED or "state_dict" in name or "repr" in name
@@ -102,8 +103,8 @@ def _runs(cls: type, name: str) -> bool:
 _DATA = (type, types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
-def _check_own(cls: type, name: str, value: Any) -> None:
-    """UnsupportedError unless `value` is data, or a function that was defined in the body of `cls`."""
+def _check_original(cls: type, name: str, value: Any) -> None:
+    """Raise UnsupportedError unless `value` is data or a function that is defined in the body of `cls`."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, (staticmethod, classmethod)):
@@ -122,8 +123,10 @@ def _check_own(cls: type, name: str, value: Any) -> None:
 
 
 def _decorates(function: Any) -> bool:
-    """Whether `function` is what a decorator of Megatron's or ``functools.lru_cache`` made. Not torch.compile: its code
-    rounds elsewhere."""
+    """Return whether `function` is a wrapper by a Megatron decorator or ``functools.lru_cache``.
+
+    torch.compile is not accepted, because compiled code rounds differently.
+    """
     if isinstance(function, types.FunctionType):
-        return of_megatron(function)
+        return is_megatron_function(function)
     return type(function) is functools._lru_cache_wrapper

@@ -1,4 +1,4 @@
-"""The models that are aligned, by class, as far as the installed Megatron-core has them. No numerics."""
+"""Supported model classes, as far as the installed Megatron-core has them. No numerics."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MODELS: tuple[type, ...] = (GPTModel,) if hybrid_model is None else (GPTModel, h
 NAMES = ", ".join(cls.__name__ for cls in MODELS)
 
 LAYERS = {"*": "attention", "-": "dense MLP"}
-"""What a layer of a HybridModel may be, by its letter in the pattern."""
-_OTHERS = {
+"""Supported layers of a HybridModel, by their letter in the pattern."""
+_UNSUPPORTED_LAYERS = {
     "M": "Mamba",
     "G": "gated delta net",
     "D": "sparse attention (DSA)",
@@ -30,20 +30,23 @@ _OTHERS = {
 
 
 def pattern(model: torch.nn.Module) -> str | None:
-    """The layers of a HybridModel, a letter each, and the borders of its stages; of a GPTModel None."""
+    """Return a HybridModel's pattern, one letter per layer and | between pipeline stages; None for a GPTModel."""
     return vars(model).get("hybrid_layer_pattern")
 
 
-def refused_layers(pattern: str | None) -> str | None:
-    """Why a HybridModel of this pattern is refused, if it is."""
-    other = next((letter for letter in pattern or "" if letter not in LAYERS and letter != "|"), None)
+def unsupported_layers(letters: str | None) -> str | None:
+    """Return the reason why a HybridModel with the pattern `letters` is not supported, or None."""
+    other = next((letter for letter in letters or "" if letter not in LAYERS and letter != "|"), None)
     if other is None:
         return None
-    runs = " and ".join(f"{letter} ({what})" for letter, what in LAYERS.items())
-    return f"hybrid_layer_pattern: {other} ({_OTHERS.get(other, 'unknown')}) is not supported, only {runs}"
+    supported = " and ".join(f"{letter} ({kind})" for letter, kind in LAYERS.items())
+    return (
+        f"hybrid_layer_pattern: {other} ({_UNSUPPORTED_LAYERS.get(other, 'unknown')}) is not supported, only "
+        f"{supported}"
+    )
 
 
 def depth(model: Any) -> int:
-    """How many layers a model has, in all its stages."""
+    """Return the number of layers in all pipeline stages of a model."""
     letters = pattern(model)
     return model.config.num_layers if letters is None else len(letters.replace("|", ""))

@@ -1,9 +1,9 @@
 """Megatron-core's modules with their arithmetic replaced by alignkit's ops.
 
-Each class replaces the class of a module that already exists (`module.__class__`), so that parameters, hooks,
-checkpoints and `isinstance` stay as they are. Nothing else of a module is changed, but for `look.LOOK`: what a class
-needs beside the module's own attributes is kept here, by module. The names are Megatron's on purpose: weight converters tell
-column from row parallel by class name. What is aligned is told by `op`, the op the module runs through.
+Each class replaces the class of an existing module (`module.__class__`), so parameters, hooks, checkpoints and
+`isinstance` are unaffected. Modules get no attributes, except `snapshot.SNAPSHOT`; additional state is in the weak
+dictionaries below, keyed by module. Class names are Megatron's on purpose: weight converters distinguish column- and
+row-parallel layers by class name. The class attribute `op` names the op that the module runs through.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from alignkit.dist import CP, TP, check_same_across
 from alignkit.errors import UnsupportedError
 
 from . import calls, hooks, moe
-from .look import LOOK
 from .models import hybrid_block
+from .snapshot import SNAPSHOT
 
 vocabulary: weakref.WeakKeyDictionary[OutputLayer, int] = weakref.WeakKeyDictionary()
-"""The size without padding, which Megatron does not keep, by output layer."""
+"""Output layer -> vocabulary size without padding, which Megatron does not store."""
 
 VOCAB_SIZE = "alignkit_vocab_size"
-"""The attribute of a GPTModel by which `set_vocab_size` keeps it with the model and its copies."""
+"""Attribute in which `set_vocab_size` stores the size, in a model and thus its copies."""
 
 
 @dataclass(frozen=True)
 class Rotations:
-    """Which `ops.rope_table` a model's rotary embedding hands down."""
+    """Parameters of the `ops.rope_table` that a model's rotary embedding returns."""
 
     base: float
     rotary_dim: int
@@ -50,30 +50,34 @@ class Rotations:
     scaling: Scaling | None = None
 
     def table(self, max_seq_len: int) -> torch.Tensor:
-        """A power of two of rows, so that few tables are made; a row does not depend on how many there are."""
+        """Return a table of at least `max_seq_len` rows.
+
+        Rows are rounded up to a power of two to limit the number of tables. A row does not depend on their number.
+        """
         rows = 1 << max(int(max_seq_len) - 1, 0).bit_length()
         return ops.rope_table(self.rotary_dim, rows, self.base, self.device, self.scaling)
 
 
 rotations: weakref.WeakKeyDictionary[torch.nn.Module, Rotations] = weakref.WeakKeyDictionary()
+"""Rotary embedding -> parameters of its table."""
 
-begun: weakref.WeakKeyDictionary[Trunk, Any] = weakref.WeakKeyDictionary()
-"""Blocks whose model has been checked in this forward, and the packed_seq_params that were checked with it."""
+checked_packed_seq_params: weakref.WeakKeyDictionary[DecoderBlock, Any] = weakref.WeakKeyDictionary()
+"""Decoder block -> checked packed_seq_params, for models whose checks of the current forward have passed."""
 
-turning: weakref.WeakKeyDictionary[SelfAttention, Any] = weakref.WeakKeyDictionary()
-"""Attention whose queries and keys are to be normalised and rotated in one op: the table, and the packed_seq_params."""
+fused_rope_inputs: weakref.WeakKeyDictionary[SelfAttention, Any] = weakref.WeakKeyDictionary()
+"""Attention module -> (rope table, packed_seq_params), while its norms and RoPE run in one op."""
 
-handing_on: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Norms whose output is what comes in, meanwhile: that op does their work."""
+bypassed_norms: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Norms that currently return their input, because `ops.qk_norm_rope` applies them."""
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):
-    """``ops.linear``; the stock forward around it has Megatron's rules for tied weights, bias and gather."""
+    """``ops.linear`` inside of the stock forward, which handles tied weights, bias and gathering."""
 
     op = "linear"
     out_dtype: torch.dtype | None = None
     agreed = True
-    """The ranks agreed on the model and its input where its forward began, and all that a layer is called with follows."""
+    """The ranks agreed on model and inputs at the start of the forward, so they agree on the inputs of this layer."""
 
     def _forward_impl(self, input, weight, bias=None, **_):
         return ops.linear(
@@ -81,32 +85,35 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):
             weight,
             bias,
             tp=TP(self.tp_group, agreed=type(self).agreed),
-            # Not as stock's forward has it: Megatron's shared experts may be built to leave that to its dispatcher.
+            # The module's own flag: stock passes False for shared experts whose gather is left to its dispatcher.
             sequence_parallel=self.sequence_parallel,
             out_dtype=type(self).out_dtype,
         )
 
 
 class OutputLayer(ColumnParallelLinear):
-    """The output layer: its logits are fp32 and never rounded to the model type."""
+    """Output layer with fp32 logits, which are never rounded to the model type."""
 
     op = "linear_logp"
     out_dtype = torch.float32
-    agreed = False  # frameworks call it by itself
+    agreed = False  # frameworks also call it outside of a forward
 
-    def forward(self, input_, weight=None, *args, into: Callable | None = None, **kwargs):
-        """Logits, as stock; or ``into(input_, weight)``, which comes through here so that the module's hooks run
-        before its weight is read: Megatron's DDP waits in one for parameters that are being gathered."""
-        if into is None:
+    def forward(self, input_, weight=None, *args, compute: Callable | None = None, **kwargs):
+        """Return logits, like stock, or ``compute(input_, weight)``.
+
+        `compute` runs inside of the module's call, so that forward pre-hooks run before the weight is read. In one of
+        them Megatron's DDP waits for parameters that are being gathered.
+        """
+        if compute is None:
             return super().forward(input_, weight, *args, **kwargs)
-        return into(input_, self.weight if weight is None else weight)
+        return compute(input_, self.weight if weight is None else weight)
 
 
-OutputLayer.__name__ = ColumnParallelLinear.__name__  # weight converters go by it
+OutputLayer.__name__ = ColumnParallelLinear.__name__  # weight converters read it
 
 
 class RowParallelLinear(layers.RowParallelLinear):
-    """``ops.row_parallel_linear``, which also does the reduction over ranks."""
+    """``ops.row_parallel_linear``, reduction over ranks included."""
 
     op = "row_parallel_linear"
 
@@ -118,16 +125,16 @@ class RowParallelLinear(layers.RowParallelLinear):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """``ops.rms_norm``, also under sequence parallelism, which torch's norm is not used with in Megatron."""
+    """``ops.rms_norm``, also under sequence parallelism, with which stock Megatron does not use torch's norm."""
 
     op = "rms_norm"
 
     def forward(self, x):
-        return x if self in handing_on else ops.rms_norm(x, self.weight, self.eps)
+        return x if self in bypassed_norms else ops.rms_norm(x, self.weight, self.eps)
 
     @classmethod
     def build(cls, config, hidden_size, eps=1e-5, **_) -> RMSNorm:
-        """What ``WrappedTorchNorm(config, hidden_size, eps)`` gives while the patch is on."""
+        """Return the norm for ``WrappedTorchNorm(config, hidden_size, eps)`` while the patch is active."""
         if config.normalization != "RMSNorm":
             raise UnsupportedError(f"normalization: {config.normalization!r} is not supported, only RMSNorm")
         if config.layernorm_zero_centered_gamma:
@@ -139,7 +146,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class MLP(mlp.MLP):
-    """SwiGLU: ``ops.silu_mul`` of the two halves of the first product."""
+    """SwiGLU: ``ops.silu_mul`` of the two halves of the first GEMM's output."""
 
     op = "silu_mul"
 
@@ -150,7 +157,7 @@ class MLP(mlp.MLP):
 
 
 class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
-    """Hands the fp32 table of ``ops.rope_table`` down to `apply_rotary_pos_emb` in place of angles."""
+    """Rotary embedding that returns the fp32 table of ``ops.rope_table`` instead of angles."""
 
     op = "rope_table"
 
@@ -159,7 +166,7 @@ class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
 
 
 class YarnRotaryEmbedding(yarn_rotary_pos_embedding.YarnRotaryEmbedding):
-    """The same; the factor that stock hands down beside the angles is in the table."""
+    """YaRN rotary embedding: the table and YaRN's factor, which the table already includes."""
 
     op = "rope_table"
 
@@ -171,12 +178,12 @@ def _table(rotary: torch.nn.Module, max_seq_len: int, offset: int) -> torch.Tens
     if offset:
         raise UnsupportedError("offset: rotary positions that do not start at 0 are not supported")
     if rotary not in rotations:
-        raise UnsupportedError("RotaryEmbedding: called outside of a GPTModel's forward")
+        raise UnsupportedError("RotaryEmbedding: must be called from an aligned model's forward()")
     return rotations[rotary].table(max_seq_len)
 
 
 def attention_factor(config) -> float:
-    """What Megatron multiplies rotations by, by its configuration: YaRN's, which only some configurations have."""
+    """Return Megatron's factor of cos and sin: YaRN's attention factor, or 1 without YaRN."""
     factor = getattr(config, "yarn_rotary_scaling_factor", None)
     if factor is None:
         return 1.0
@@ -185,40 +192,45 @@ def attention_factor(config) -> float:
 
 
 def context_parallel(config, group) -> CP:
-    """The ranks of `group`, of a module or of Megatron's own if that has none, that share sequences."""
+    """Return the context-parallel ranks of `group`; if None, of Megatron's global group."""
     if config.context_parallel_size == 1:
         return CP()
     return CP(parallel_state.get_context_parallel_group() if group is None else group)
 
 
 def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, **_):
-    """``ops.rope`` on t ``[s, b, h, d]``, or packed ``[t, h, d]`` with `cu_seqlens`.
+    """Apply ``ops.rope`` to t ``[s, b, h, d]``, or packed ``[t, h, d]`` with `cu_seqlens`.
 
-    freqs: the table that the aligned RotaryEmbedding made, with YaRN's `mscale` in it. As in Megatron, a token's position is its
-    index in its sequence, of which context-parallel ranks have parts; `position_ids` are not looked at.
+    As in stock Megatron, a token's position is its index in its sequence, and `position_ids` are ignored. Ranks of a
+    context-parallel group have parts of each sequence.
+
+    freqs: the table of the aligned RotaryEmbedding, which includes YaRN's `mscale`.
     """
     if freqs.dim() != 2 or mscale != attention_factor(config):
-        raise UnsupportedError("rotary embedding: not the default one of an aligned GPTModel")
+        raise UnsupportedError("apply_rotary_pos_emb: freqs must be the table of an aligned model's rotary_pos_emb")
     positions = _positions(t, cu_seqlens, config, cp_group)
     return ops.rope(t.reshape(-1, *t.shape[-2:]), positions, freqs, rotary_dim=freqs.shape[1]).view(t.shape)
 
 
 def _positions(t: torch.Tensor, cu_seqlens: torch.Tensor | None, config, cp_group) -> torch.Tensor:
-    """The positions of t's tokens, which are [s, b] without `cu_seqlens`, in the order they lie in."""
+    """Return the positions of t's tokens in memory order: [s, b], or packed with `cu_seqlens`."""
     positions = context_parallel(config, cp_group).positions(t.shape[0], cu_seqlens, t.device)
     return positions.repeat_interleave(t.shape[1]) if cu_seqlens is None else positions
 
 
 class SelfAttention(attention.SelfAttention):
-    """The stock module. Norms of queries and keys and their rotation are ``ops.qk_norm_rope``, between the two places where
-    stock has them: its norms, which are called as ever, hand on what they are given, and to rotate it is given nothing.
-    Without such norms, or where that would be seen, it is ``ops.rms_norm`` and ``ops.rope`` in those places: the same bits."""
+    """Stock attention that applies query/key norms and RoPE in one op, ``ops.qk_norm_rope``.
+
+    The stock code still calls the norms, which then return their input, and gets no rotary embedding. The op runs
+    between these two steps. Without query/key norms, with YaRN, or if a hook observes a norm's output, ``ops.rms_norm``
+    and ``ops.rope`` run in the stock places, with the same bits.
+    """
 
     op = "qk_norm_rope, rope"
 
     def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, packed_seq_params=None, **kwargs):
-        if self._in_one(rotary_pos_emb):
-            turning[self] = rotary_pos_emb, packed_seq_params
+        if self._can_fuse_norm_rope(rotary_pos_emb):
+            fused_rope_inputs[self] = rotary_pos_emb, packed_seq_params
             rotary_pos_emb = None
         try:
             return super().forward(
@@ -230,19 +242,19 @@ class SelfAttention(attention.SelfAttention):
                 **kwargs,
             )
         finally:
-            turning.pop(self, None)
+            fused_rope_inputs.pop(self, None)
 
     def get_query_key_value_tensors(self, *args, **kwargs):
-        if self not in turning:
+        if self not in fused_rope_inputs:
             return super().get_query_key_value_tensors(*args, **kwargs)
-        (table, packed), norms = turning.pop(self), (self.q_layernorm, self.k_layernorm)
-        handing_on.update(norms)
+        (table, packed), norms = fused_rope_inputs.pop(self), (self.q_layernorm, self.k_layernorm)
+        bypassed_norms.update(norms)
         try:
             query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         finally:
-            handing_on.difference_update(norms)
+            bypassed_norms.difference_update(norms)
         starts = None if packed is None else calls.packed_cu_seqlens(packed)
-        turned = ops.qk_norm_rope(
+        rotated = ops.qk_norm_rope(
             query.flatten(0, 1),
             key.flatten(0, 1),
             *(norm.weight for norm in norms),
@@ -251,31 +263,31 @@ class SelfAttention(attention.SelfAttention):
             table,
             rotary_dim=table.shape[1],
         )
-        return *(new.view(old.shape) for new, old in zip(turned, (query, key), strict=True)), *rest
+        return *(new.view(old.shape) for new, old in zip(rotated, (query, key), strict=True)), *rest
 
-    def _in_one(self, rotary_pos_emb) -> bool:
+    def _can_fuse_norm_rope(self, rotary_pos_emb) -> bool:
         norms = self.q_layernorm, self.k_layernorm
         return (
             isinstance(rotary_pos_emb, torch.Tensor)
             and rotary_pos_emb.dim() == 2
             and getattr(self.config, "yarn_rotary_scaling_factor", None)
-            is None  # its factor is checked in the other place
-            and all(getattr(type(norm), "op", None) == RMSNorm.op and not _seen(norm) for norm in norms)
+            is None  # `apply_rotary_pos_emb` checks YaRN's factor
+            and all(getattr(type(norm), "op", None) == RMSNorm.op and not _output_hooked(norm) for norm in norms)
             and norms[0].eps == norms[1].eps
         )
 
 
-_SEEING = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Hooks of a module that are given what it puts out, or its gradient."""
+_OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Kinds of hooks that receive a module's output or its gradient."""
 
 
-def _seen(module: torch.nn.Module) -> bool:
-    """Whether a hook is given what `module` puts out."""
-    return any(getattr(module, name) or getattr(torch_module, f"_global{name}") for name in _SEEING)
+def _output_hooked(module: torch.nn.Module) -> bool:
+    """Return whether a hook receives the output of `module` or its gradient."""
+    return any(getattr(module, name) or getattr(torch_module, f"_global{name}") for name in _OUTPUT_HOOKS)
 
 
 class DotProductAttention(dot_product_attention.DotProductAttention):
-    """``ops.attention`` for ``[s, b, h, d]`` micro-batches and for packed (THD) ones, which stock refuses."""
+    """``ops.attention`` for ``[s, b, h, d]`` micro-batches, and for packed (THD) ones, which stock does not support."""
 
     op = "attention"
 
@@ -287,33 +299,38 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
             return attend(cp, query, key, value, calls.packed_cu_seqlens(packed_seq_params)).flatten(1)
         s, b = query.shape[:2]
         if cp.size == 1:
-            # The sequences of a micro-batch are of one length, as the heads of one sequence are: they stay where they lie.
+            # All rows have one length, so they pass as heads of one sequence, without a transposed copy.
             q, k, v = (x.flatten(1, 2) for x in (query, key, value))
-            return ops.attention(q, k, v, _starts(1, s, q.device)).view(s, b, -1)
+            return ops.attention(q, k, v, _equal_cu_seqlens(1, s, q.device)).view(s, b, -1)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        return attend(cp, q, k, v, _starts(b, s * cp.size, q.device)).view(b, s, -1).transpose(0, 1).contiguous()
+        return (
+            attend(cp, q, k, v, _equal_cu_seqlens(b, s * cp.size, q.device)).view(b, s, -1).transpose(0, 1).contiguous()
+        )
 
     @staticmethod
     def build(stock: Callable) -> Callable:
-        """``DotProductAttention.__init__`` while the patch is on: stock's, which refuses context parallelism."""
+        """Return ``DotProductAttention.__init__`` that accepts context parallelism, which stock rejects."""
 
         @functools.wraps(stock)
         def init(module, config, *args, **kwargs):
-            alone = copy.copy(config)
-            alone.context_parallel_size = 1
-            stock(module, alone, *args, **kwargs)
+            without_cp = copy.copy(config)
+            without_cp.context_parallel_size = 1
+            stock(module, without_cp, *args, **kwargs)
             module.config = config
 
         return init
 
 
-def _starts(sequences: int, length: int, device: torch.device) -> torch.Tensor:
-    """The first rows of so many sequences, then the number of rows."""
+def _equal_cu_seqlens(sequences: int, length: int, device: torch.device) -> torch.Tensor:
+    """Return the cu_seqlens of sequences of one length."""
     return torch.arange(sequences + 1, dtype=torch.int32, device=device) * length
 
 
 def attend(cp: CP, q, k, v, cu_seqlens) -> torch.Tensor:
-    """``ops.attention``; ranks that share sequences have all of their rows meanwhile, and a part of the heads each."""
+    """Return ``ops.attention``, under context parallelism with heads instead of rows distributed over ranks.
+
+    An all-to-all gives each rank all rows of a part of the heads, and another one redistributes the result.
+    """
     if cp.size == 1:
         return ops.attention(q, k, v, cu_seqlens)
     order, heads = cp.order(q.shape[0], cu_seqlens), q.shape[1]
@@ -321,8 +338,10 @@ def attend(cp: CP, q, k, v, cu_seqlens) -> torch.Tensor:
 
 
 class TransformerLayer(transformer_layer.TransformerLayer):
-    """The stock layer, with `residual_add` where the module has Megatron's ``get_bias_dropout_add``. A half that is not
-    there, as in HybridModel's layers, adds nothing: it has a module in that place."""
+    """Stock layer with `residual_add` instead of Megatron's ``get_bias_dropout_add``.
+
+    HybridModel's layers have only attention or only an MLP. Their missing half has a module as its bda, which is used.
+    """
 
     op = "residual_add"
 
@@ -331,7 +350,7 @@ class TransformerLayer(transformer_layer.TransformerLayer):
         return self._modules.get("self_attn_bda", residual_add)  # pyright: ignore[reportReturnType]
 
     @self_attn_bda.setter
-    def self_attn_bda(self, value) -> None:  # as in a module without the property; the next forward refuses it
+    def self_attn_bda(self, value) -> None:  # stored like an ordinary attribute; the next forward rejects it
         self.__dict__["self_attn_bda"] = value
 
     @property
@@ -344,67 +363,70 @@ class TransformerLayer(transformer_layer.TransformerLayer):
 
 
 class MLPLayer(TransformerLayer, mlp_layer.MLPLayer):
-    """The same of a layer that is an MLP and nothing else."""
+    """HybridModel's MLP layer, with `residual_add`."""
 
 
-class Trunk(torch.nn.Module):
-    """All layers of a model: the stock block; only what it is called with is checked."""
+class DecoderBlock(torch.nn.Module):
+    """Stock block of all layers of a model, with a collective check of its arguments."""
 
-    op = "trunk"
+    op = "decoder"
     config: Any
     input_tensor: Any
     pre_process: bool
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
-        groups = tp, _ = sharing(self)
-        called = stock_class(type(self)).__name__
+        groups = tp, _ = parallel_groups(self)
+        name = stock_class(type(self)).__name__
         cp = context_parallel(self.config, getattr(self.pg_collection, "cp", None))
         ranks = tp.size if self.config.sequence_parallel else 1
 
         def checks() -> dict:
             hooks.check_hooks()
-            if self not in begun:
+            if self not in checked_packed_seq_params:
                 raise UnsupportedError(
-                    f"{called}: called outside of the forward of its model, where alignkit checks that"
+                    f"{name}: must be called from its model's forward(), which runs alignkit's checks"
                 )
-            if begun.pop(self) is not kwargs.get("packed_seq_params"):
-                raise UnsupportedError("packed_seq_params: not those that the model's forward began with")
+            if checked_packed_seq_params.pop(self) is not kwargs.get("packed_seq_params"):
+                raise UnsupportedError("packed_seq_params: must be the object that the model's forward() received")
             s, b = (hidden_states if self.pre_process else self.input_tensor).shape[:2]
             return calls.check_call(s * ranks, b, cp, attention_mask, **kwargs)
 
-        check_same_across(groups, called, checks, apart=expert_ranks(self))
+        check_same_across(groups, name, checks, outer=expert_ranks(self))
         if (packed := kwargs.get("packed_seq_params")) is not None:
             for group in groups:
-                group.check_same_values(called, cu_seqlens=calls.packed_cu_seqlens(packed))
+                group.check_same_values(name, cu_seqlens=calls.packed_cu_seqlens(packed))
         return super().forward(hidden_states, attention_mask, **kwargs)
 
 
-class TransformerBlock(Trunk, transformer_block.TransformerBlock):
-    """GPTModel's."""
+class TransformerBlock(DecoderBlock, transformer_block.TransformerBlock):
+    """GPTModel's decoder block."""
 
 
-def sharing(module) -> tuple[TP, TP]:
-    """The ranks that compute a model or block together: the tensor-parallel and the context-parallel ones."""
+def parallel_groups(module) -> tuple[TP, TP]:
+    """Return the tensor-parallel and context-parallel groups of a model or block."""
     groups = module.pg_collection
     cp = getattr(groups, "cp", None) if module.config.context_parallel_size > 1 else None
-    return TP(groups.tp), TP(cp, called="context-parallel")
+    return TP(groups.tp), TP(cp, label="context-parallel")
 
 
 def expert_ranks(module) -> tuple[TP, ...]:
-    """The ranks that share the experts of a model or block: they compute with each other, on tokens of their own."""
+    """Return the expert-tensor-parallel and expert-parallel groups of a model or block; () without experts.
+
+    Ranks of these groups have different tokens, but run the same collectives.
+    """
     for layer in getattr(module, "decoder", module).layers:
-        if isinstance(mixture := getattr(layer, "mlp", None), moe_layer.MoELayer):
-            return moe.expert_ranks(mixture)
+        if isinstance(mlp_module := getattr(layer, "mlp", None), moe_layer.MoELayer):
+            return moe.expert_ranks(mlp_module)
     return ()
 
 
 def residual_add(training: bool, fused: bool):
-    """Stands in for ``get_bias_dropout_add``: the sum in the model type, with nothing to fuse or to drop."""
+    """Return the residual addition in the model type, in place of ``get_bias_dropout_add``."""
 
     def add(x_with_bias, residual, dropout):
         x, bias = x_with_bias
         if bias is not None or (training and dropout > 0):
-            raise UnsupportedError("add_bias_linear / hidden_dropout: neither is supported")
+            raise UnsupportedError("add_bias_linear / hidden_dropout: not supported")
         return x + residual
 
     return add
@@ -424,35 +446,37 @@ ALIGNED = (
     MLPLayer,
     TransformerBlock,
     *moe.ALIGNED,
-    *moe.OF_EXPERTS,
+    *moe.EXPERT_MODULES,
 )
 if hybrid_block is not None:
 
-    class HybridStack(Trunk, hybrid_block.HybridStack):
-        """HybridModel's."""
+    class HybridStack(DecoderBlock, hybrid_block.HybridStack):
+        """HybridModel's decoder block."""
 
     ALIGNED += (HybridStack,)
 
 
-STOCK: dict[type, type] = {cls: next(base for base in cls.__mro__ if base not in (*ALIGNED, Trunk)) for cls in ALIGNED}
-"""Aligned class -> the one whose place it takes; `te` adds TransformerEngine's."""
+STOCK: dict[type, type] = {
+    cls: next(base for base in cls.__mro__ if base not in (*ALIGNED, DecoderBlock)) for cls in ALIGNED
+}
+"""Aligned class -> stock class that it replaces; `te` adds TransformerEngine's."""
 
 
 def stock_class(cls: type) -> type:
-    """The class that an aligned one takes the place of; of others, the class itself."""
+    """Return the stock class of an aligned class; any other class is returned unchanged."""
     return STOCK.get(cls, cls)
 
 
-def _copied(self, state: dict) -> None:
-    """``__setstate__`` of all `ALIGNED`: the patch knows of a copy, or of what was pickled; without one it is stock."""
+def _setstate(self, state: dict) -> None:
+    """Restore a copied or unpickled module: registered with the active patch, or of stock class without one."""
     from . import patch
 
-    stock_class(type(self)).__setstate__(self, {k: v for k, v in state.items() if k != LOOK})
+    stock_class(type(self)).__setstate__(self, {k: v for k, v in state.items() if k != SNAPSHOT})
     if patch.is_active():
-        hooks.adopted.add(self)
+        hooks.patched_modules.add(self)
     else:
         self.__class__ = stock_class(type(self))
 
 
 for _cls in ALIGNED:
-    _cls.__setstate__ = _copied
+    _cls.__setstate__ = _setstate

@@ -1,7 +1,8 @@
-"""Megatron-core's mixture of experts through alignkit's ops: the router's choice, and the experts for all ranks' tokens.
+"""Megatron-core's MoE modules through alignkit's ops: routing, and the experts for the tokens of all ranks.
 
-As in `modules`, each class takes the place of a module's own. Experts are computed together: the modules below
-`experts` keep their parameters, names and checkpoints, and hand down their weights; Megatron's token dispatchers never run.
+As in `modules`, each class replaces a module's class. One op computes all experts of a layer. The modules below
+`experts` have the same parameters, names and checkpoints, but only return their weights. Megatron's token dispatchers
+never run.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ def topk_routing(
     router_replay=None,
     **others,
 ):
-    """``ops.moe_router`` in place of Megatron's ``topk_routing_with_score_function``: weights and choice, both
-    ``[tokens, experts]``. Megatron's losses that balance experts are attached to what it returns."""
+    """Return routing weights and selection, both ``[tokens, experts]``, by ``ops.moe_router``.
+
+    Replaces Megatron's ``topk_routing_with_score_function``. Megatron attaches its load-balancing losses to the result.
+    """
     if router_replay is not None or any(value is not None and value is not False for value in others.values()):
-        raise UnsupportedError("topk_routing_with_score_function: routing from elsewhere is not supported")
+        raise UnsupportedError("topk_routing_with_score_function: router_replay and other options are not supported")
     sigmoid = score_function == "sigmoid"
     weights, ids = ops.moe_router(
         logits,
@@ -55,7 +58,7 @@ def topk_routing(
 
 
 class TopKRouter(router.TopKRouter):
-    """Logits are fp32 and never rounded, and `topk_routing` chooses. Losses and counts of tokens stay Megatron's."""
+    """Router with fp32 logits, which are never rounded, and `topk_routing`. Losses and token counts are Megatron's."""
 
     op = "moe_router"
 
@@ -63,7 +66,7 @@ class TopKRouter(router.TopKRouter):
         return ops.linear(input, self.weight, out_dtype=torch.float32)
 
     def _apply_expert_bias(self, routing_map, padding_mask=None):
-        """As stock, which torch.compile has compiled."""
+        """Update the token counts like stock, without its torch.compile."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             with torch.no_grad():
                 if padding_mask is not None:
@@ -72,58 +75,61 @@ class TopKRouter(router.TopKRouter):
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):
-    """Of one expert; it hands its weight down through its own call, so that hooks run before: Megatron's DDP waits in one
-    for parameters that are being gathered."""
+    """Column-parallel linear of one expert: returns its weight.
+
+    The weight is read in a module call, so that forward pre-hooks run first. In one of them Megatron's DDP waits for
+    parameters that are being gathered.
+    """
 
     op = "moe_experts"
-    hands_down = True
+    returns_weights = True
 
     def forward(self):
         return self.weight
 
 
 class RowParallelLinear(layers.RowParallelLinear):
-    """The same."""
+    """Row-parallel linear of one expert: returns its weight."""
 
     op = "moe_experts"
-    hands_down = True
+    returns_weights = True
 
     def forward(self):
         return self.weight
 
 
 class MLP(mlp.MLP):
-    """Both weights of an expert."""
+    """One expert: returns both weights."""
 
     op = "moe_experts"
-    hands_down = True
+    returns_weights = True
 
     def forward(self):
         return self.linear_fc1(), self.linear_fc2()
 
 
 class SequentialMLP(experts.SequentialMLP):
-    """The weights of this rank's experts: gate above up of each, and down."""
+    """Experts of this rank: returns two lists of their weights, gate and up (one tensor), and down."""
 
     op = "moe_experts"
-    hands_down = True
+    returns_weights = True
 
     def forward(self):
         return tuple(map(list, zip(*(expert() for expert in self.local_experts), strict=True)))
 
 
 class TEGroupedMLP(experts.TEGroupedMLP):
-    """The same, of TransformerEngine's linears that have one weight for each expert."""
+    """Experts of this rank in TransformerEngine's grouped linears: returns two lists of their weights."""
 
     op = "moe_experts"
-    hands_down = True
+    returns_weights = True
 
     def forward(self):
         return self.linear_fc1(), self.linear_fc2()
 
 
 class SharedExpertMLP(shared_experts.SharedExpertMLP):
-    """SwiGLU, as a dense layer's, and times a gate of one number for each token if it has one."""
+    """Shared expert: SwiGLU, scaled by the gate of each token if it has a gate."""
 
     op = "silu_mul"
 
@@ -136,55 +142,59 @@ class SharedExpertMLP(shared_experts.SharedExpertMLP):
 
 
 class MoELayer(moe_layer.MoELayer):
-    """The router's choice, then ``ops.moe_experts`` over the rows of all ranks that share experts."""
+    """MoE layer: routing, then ``ops.moe_experts`` on the tokens of all ranks that share experts."""
 
     op = "moe_experts"
 
     def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
         if intermediate_tensors is not None:
-            raise UnsupportedError("intermediate_tensors: a part of a mixture of experts is not supported")
+            raise UnsupportedError("intermediate_tensors: partial execution of a MoELayer is not supported")
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()
         if self.moe_layer_recompute and self.training:
-            return tensor_parallel.checkpoint(self.mixed, False, hidden_states, padding_mask), None
-        return self.mixed(hidden_states, padding_mask), None
+            return tensor_parallel.checkpoint(self.compute_layer, False, hidden_states, padding_mask), None
+        return self.compute_layer(hidden_states, padding_mask), None
 
-    def mixed(self, hidden_states, padding_mask):
+    def compute_layer(self, hidden_states, padding_mask):
+        """Return the layer's output, shared expert included."""
         weights, chosen = self.route(hidden_states, padding_mask)
-        # The ids in ascending order: every token has as many.
-        numbers = torch.arange(chosen.shape[-1], device=chosen.device)
-        numbers = torch.where(chosen, numbers, chosen.shape[-1])
-        ids = numbers.topk(self.router.topk, dim=-1, largest=False, sorted=True).values
-        out = self.of_all_tokens(hidden_states.flatten(0, -2), ids, weights.gather(-1, ids)).view(hidden_states.shape)
+        # Selected expert ids of each token, ascending; all tokens have the same number.
+        indices = torch.arange(chosen.shape[-1], device=chosen.device)
+        indices = torch.where(chosen, indices, chosen.shape[-1])
+        ids = indices.topk(self.router.topk, dim=-1, largest=False, sorted=True).values
+        out = self.apply_experts(hidden_states.flatten(0, -2), ids, weights.gather(-1, ids)).view(hidden_states.shape)
         if not self.use_shared_expert:
             return out
         if self.shared_experts_recompute and self.training:
             return out + tensor_parallel.checkpoint(self.shared_experts, False, hidden_states)
         return out + self.shared_experts(hidden_states)
 
-    def of_all_tokens(self, x, ids, weights):
-        """x ``[tokens, h]`` through the experts. Without sequence parallelism the tensor-parallel ranks have the same
-        tokens: each then takes a part of them to the experts, so that those meet every token once."""
+    def apply_experts(self, x, ids, weights):
+        """Return the routed experts' output for x ``[tokens, h]``.
+
+        Without sequence parallelism the tensor-parallel ranks have the same tokens. Each then processes its part of
+        them, so that experts receive every token once.
+        """
         tp, tokens = TP(self.attn_tp_group, agreed=True), len(x)
         if self.config.sequence_parallel or tp.size == 1:
-            return self.of_own_tokens(x, ids, weights)
+            return self.apply_experts_to_own_tokens(x, ids, weights)
         padded = tokens + -tokens % tp.size
-        x, weights = (scatter_to_sequence_parallel_region(_filled(t, padded, 0), group=tp.group) for t in (x, weights))
-        out = self.of_own_tokens(x, tp.shard(_filled(ids, padded, -1)), weights)
+        x, weights = (scatter_to_sequence_parallel_region(_padded(t, padded, 0), group=tp.group) for t in (x, weights))
+        out = self.apply_experts_to_own_tokens(x, tp.shard(_padded(ids, padded, -1)), weights)
         return gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False, group=tp.group)[:tokens]
 
-    def of_own_tokens(self, x, ids, weights):
-        """The same of tokens that no other rank has."""
+    def apply_experts_to_own_tokens(self, x, ids, weights):
+        """Return the routed experts' output for tokens that no other rank has."""
         tp, ep = expert_ranks(self, agreed=True)
         tokens = longest = len(x)
-        if tp.size * ep.size > self.attn_tp_group.size():  # else all have parts of the same micro-batch
+        if tp.size * ep.size > self.attn_tp_group.size():  # else all ranks have equal parts of one micro-batch
             for group in expert_ranks(self):
                 longest = max(group.check("MoELayer", lambda longest=longest: longest))
         gate_up, down = self.experts()
         out = ops.moe_experts(
-            _filled(x, longest, 0),
-            _filled(ids, longest, -1),
-            _filled(weights, longest, 0),
+            _padded(x, longest, 0),
+            _padded(ids, longest, -1),
+            _padded(weights, longest, 0),
             gate_up,
             down,
             num_experts=self.config.num_moe_experts,
@@ -197,18 +207,18 @@ class MoELayer(moe_layer.MoELayer):
 
 
 def expert_ranks(layer: moe_layer.MoELayer, agreed: bool = False) -> tuple[TP, TP]:
-    """Those that share each expert of a layer, and those that have the others."""
+    """Return a layer's expert-tensor-parallel group (same experts) and expert-parallel group (other experts)."""
     return (
-        TP(layer.experts.tp_group, agreed=agreed, called="expert-tensor-parallel"),
-        TP(layer.ep_group, agreed=agreed, called="expert-parallel"),
+        TP(layer.experts.tp_group, agreed=agreed, label="expert-tensor-parallel"),
+        TP(layer.ep_group, agreed=agreed, label="expert-parallel"),
     )
 
 
-def _filled(t: torch.Tensor, rows: int, value: int) -> torch.Tensor:
-    """With rows of `value` at the end, so that there are so many."""
+def _padded(t: torch.Tensor, rows: int, value: int) -> torch.Tensor:
+    """Pad `t` with rows of `value` to `rows` rows."""
     return t if len(t) == rows else F.pad(t, (0, 0, 0, rows - len(t)), value=value)
 
 
 ALIGNED = (TopKRouter, SequentialMLP, TEGroupedMLP, SharedExpertMLP, MoELayer)
-OF_EXPERTS = (MLP, ColumnParallelLinear, RowParallelLinear)
-"""The classes of modules below `experts`."""
+EXPERT_MODULES = (MLP, ColumnParallelLinear, RowParallelLinear)
+"""Classes of the modules below `experts`."""

@@ -1,4 +1,8 @@
-"""What Megatron-core's TransformerConfig may ask for: the table, and its reader."""
+"""Policy for Megatron-core's TransformerConfig: the table of its fields, and the check.
+
+A field that is not in the table must have its default. A freed field that affects numerics or collectives also belongs
+in `fingerprint._FIELDS`. Recipe checks (alignkit/integrations/recipe) read the table too.
+"""
 
 from __future__ import annotations
 
@@ -13,55 +17,53 @@ from alignkit.engines.policy import Policy, Row, only, refusals
 from alignkit.errors import UnsupportedError
 
 _RECOMPUTED = {"core_attn", "mlp", "moe", "moe_act", "shared_experts"}
-"""Of `recompute_modules`: what is computed again from its inputs alone, or in alignkit's ops anyway. An op gives the same
-bits each time."""
+"""Supported `recompute_modules`: recomputed from their inputs alone, or by alignkit's ops, to the same bits."""
 
 UNUSED = {
-    "the loss is alignkit's, whichever of Megatron's functions is called": """
+    "alignkit computes the loss, whichever of Megatron's functions is called": """
         cross_entropy_loss_fusion cross_entropy_fusion_impl
     """,
-    "only layers for multi-token prediction read it, and `mtp_num_layers` says that there are none": """
+    "only multi-token prediction layers read it, and `mtp_num_layers` must be None or 0": """
         mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
     """,
-    "only FP8 reads it, and `fp8` is None": """
+    "only FP8 reads it, and `fp8` must be None": """
         fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
     """,
-    "only CUDA graphs read it, and `cuda_graph_impl` is 'none'": "cuda_graph_warmup_steps",
-    "only another activation than SwiGLU reads it": "use_fused_weighted_squared_relu",
-    "attention is alignkit's, whichever library Megatron would take": "flash_attention_version",
-    "it seeds what Megatron's inference samples; inference contexts are refused": "inference_sampling_seed",
-    "logits of the router are fp32 and never rounded, and alignkit chooses": "moe_router_dtype moe_router_fusion",
-    "experts are computed together by alignkit's ops": """
+    "only CUDA graphs read it, and `cuda_graph_impl` must be 'none'": "cuda_graph_warmup_steps",
+    "only activations other than SwiGLU read it": "use_fused_weighted_squared_relu",
+    "alignkit computes attention, whichever library Megatron would use": "flash_attention_version",
+    "it seeds Megatron's inference sampling, which is not supported": "inference_sampling_seed",
+    "alignkit computes the router's logits in fp32 and selects the experts": "moe_router_dtype moe_router_fusion",
+    "one alignkit op computes all experts of a layer": """
         moe_grouped_gemm moe_permute_fusion moe_token_drop_policy moe_shared_expert_overlap moe_layer_recompute
     """,
-    "tokens meet their experts by alignkit's way, whichever dispatcher there is": """
+    "alignkit exchanges tokens between ranks itself, whichever dispatcher is configured": """
         moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms
         moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
         moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep
         moe_ncclep_static_shape moe_ncclep_zero_copy
     """,
-    "only what is refused reads it": """
+    "only unsupported features read it": """
         moe_router_quantile_balancing_ema moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
         moe_paged_stash_buffer_size_factor_cpu
     """,
 }
-"""Why a field that frameworks set changes no bit -> the fields. Whatever it says, nothing that an aligned model runs reads
-it."""
+"""Reason why a field does not affect numerics -> such fields, which frameworks set and aligned models never read."""
 _TRANSPORTS = {None, "p2p", "all_gather", "a2a"}
 _BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
-"""How Megatron balances experts by gradients and a bias alone."""
+"""Load balancing that only affects gradients and the expert bias."""
 _SCORES = {"softmax", "sigmoid"}
 
 
 def _heads_refusal(config) -> str | None:
     tp = config.tensor_model_parallel_size
-    if config.context_parallel_size == 1 or config.num_query_groups % tp:  # the latter is refused anyway
+    if config.context_parallel_size == 1 or config.num_query_groups % tp:  # num_query_groups has its own row
         return None
     return CP.refusal(config.context_parallel_size, config.num_attention_heads // tp, config.num_query_groups // tp)
 
 
 POLICY = Policy(
-    # Sizes, what the aligned modules do themselves, and what has no part in the numbers.
+    # Sizes, settings that the aligned modules implement, and settings that do not affect numerics.
     free="""
         num_layers is_hybrid_model hidden_size num_attention_heads kv_channels ffn_hidden_size layernorm_epsilon
         qk_layernorm add_qkv_bias hidden_dropout attention_dropout
@@ -88,10 +90,10 @@ POLICY = Policy(
         moe_per_layer_logging moe_grad_scale_func
     """
     + " ".join(UNUSED.values()),
-    # These only speak to modules which are refused anyway.
-    inert=("mamba_", "dsa_"),
+    # Only unsupported modules read these.
+    ignored_prefixes=("mamba_", "dsa_"),
     rows=(
-        only("normalization", "RMSNorm", "LayerNorm"),
+        only("normalization", "RMSNorm"),
         only("gated_linear_unit", True, "an activation other than SwiGLU"),
         only("activation_func", F.silu, "an activation other than SwiGLU"),
         only("add_bias_linear", False),
@@ -114,25 +116,26 @@ POLICY = Policy(
         Row(
             "pipeline_dtype",
             lambda dtype, config: config.pipeline_model_parallel_size == 1 or dtype == config.params_dtype,
-            "{field}: {value} is not supported, only params_dtype, {context.params_dtype}",
+            "{field}: {value} is not supported, only params_dtype, which is {context.params_dtype}",
         ),
         Row(
             "context_parallel_size",
             lambda _, config: _heads_refusal(config) is None,
-            lambda _, config: f"context_parallel_size: {_heads_refusal(config)}, those of a tensor-parallel rank",
+            lambda _, config: f"context_parallel_size: {_heads_refusal(config)} (heads of one tensor-parallel rank)",
         ),
         Row(
             "cp_comm_type",
-            # How Megatron's ranks exchange what they attend to; alignkit's do in one way.
+            # Megatron's exchange methods of attention; alignkit always uses its own.
             lambda kind, _: _TRANSPORTS.issuperset(kind if isinstance(kind, list) else [kind]),
-            "{field}: {value!r} is not supported, only p2p, all_gather and a2a: no hierarchical context parallelism",
+            "{field}: {value!r} is not supported, only p2p, all_gather and a2a (no hierarchical context parallelism)",
         ),
         Row(
             "expert_model_parallel_size",
             lambda ranks, config: (
                 not config.num_moe_experts or (config.num_moe_experts & -config.num_moe_experts) % ranks == 0
             ),
-            "{field}: {value} ranks are not supported, only a power of two that divides the {context.num_moe_experts} experts",
+            "{field}: {value} ranks are not supported, only a power of two that divides the {context.num_moe_experts} "
+            "experts",
         ),
         Row(
             "moe_router_load_balancing_type",
@@ -146,74 +149,75 @@ POLICY = Policy(
         ),
         Row(
             "moe_router_group_topk",
-            # Megatron's score of a group is the sum of its topk // group_topk best experts'; alignkit's of its two best.
+            # Megatron scores a group by the sum of its topk // group_topk best experts, alignkit by its two best.
             lambda groups, config: (
                 not groups or (config.moe_router_score_function == "sigmoid" and config.moe_router_topk // groups == 2)
             ),
-            "{field}: {value} is not supported, only with sigmoid scores and half of moe_router_topk, which is "
-            "{context.moe_router_topk}",
+            "{field}: {value} is not supported. It requires sigmoid scores and must be half of moe_router_topk, which "
+            "is {context.moe_router_topk}",
         ),
         Row(
             "num_query_groups",
             lambda groups, config: groups % config.tensor_model_parallel_size == 0,
-            "{field}: {value} KV heads do not divide over {context.tensor_model_parallel_size} tensor-parallel ranks",
+            "{field}: must be a multiple of tensor_model_parallel_size = {context.tensor_model_parallel_size}, got "
+            "{value}",
         ),
     ),
-    called={
+    labels={
         "multi_latent_attention": "multi-latent attention (MLA)",
         "hierarchical_context_parallel_sizes": "hierarchical context parallelism",
-        "hybrid_context_parallel": "context parallelism of several sizes",
+        "hybrid_context_parallel": "context parallelism with several group sizes",
         "window_size": "sliding window attention",
         "defer_embedding_wgrad_compute": "weight gradient deferral",
         "delay_wgrad_compute": "weight gradient deferral",
         "overlap_dispatch_backward_with_experts_wgrad": "weight gradient deferral",
-        "overlap_moe_expert_parallel_comm": "overlap of micro-batches",
-        "expert_tensor_parallel_num_weight_shards": "shards of experts' weights",
-        "expert_gtp_weight_remat_size": "shards of experts' weights",
-        "use_grouped_gemm_for_shared_expert": "grouped products of shared experts",
+        "overlap_moe_expert_parallel_comm": "overlap of expert communication between micro-batches",
+        "expert_tensor_parallel_num_weight_shards": "sharding of expert weights",
+        "expert_gtp_weight_remat_size": "sharding of expert weights",
+        "use_grouped_gemm_for_shared_expert": "grouped GEMM of shared experts",
         "moe_extended_tp": "experts over all tensor-parallel ranks",
         "moe_use_legacy_grouped_gemm": "the legacy GroupedMLP",
-        "moe_single_grouped_weight": "one parameter of all experts",
-        "moe_single_grouped_bias": "one parameter of all experts",
-        "moe_mlp_glu_interleave_size": "gate and up in turns",
-        "moe_shared_expert_glu_interleave_size": "gate and up in turns",
+        "moe_single_grouped_weight": "a single parameter for all experts",
+        "moe_single_grouped_bias": "a single parameter for all experts",
+        "moe_mlp_glu_interleave_size": "interleaved gate and up projections",
+        "moe_shared_expert_glu_interleave_size": "interleaved gate and up projections",
         "moe_latent_size": "latent MoE",
-        "moe_apply_probs_on_input": "weights on the experts' input",
+        "moe_apply_probs_on_input": "routing weights applied to the experts' input",
         "moe_input_jitter_eps": "noise on the router's input",
         "moe_enable_routing_replay": "routing replay",
         "moe_router_force_load_balancing": "random routing",
         "moe_router_force_biased": "random routing",
-        "moe_router_topk_limited_devices": "groups of experts by device",
+        "moe_router_topk_limited_devices": "device-limited routing",
         "moe_router_padding_for_quantization": "padding for FP8",
         "moe_router_padding_for_fp8": "padding for FP8",
-        "moe_token_dropping": "tokens that are dropped",
-        "moe_expert_capacity_factor": "tokens that are dropped",
-        "moe_expert_rank_capacity_factor": "tokens that are dropped",
-        "moe_pad_expert_input_to_capacity": "tokens that are dropped",
+        "moe_token_dropping": "token dropping",
+        "moe_expert_capacity_factor": "token dropping",
+        "moe_expert_rank_capacity_factor": "token dropping",
+        "moe_pad_expert_input_to_capacity": "token dropping",
         "moe_pad_experts_for_cuda_graph_inference": "Megatron's inference",
-        "moe_paged_stash": "stashed activations",
+        "moe_paged_stash": "paged stash of activations",
     },
 )
 
 
 def check_config(config) -> None:
-    """UnsupportedError naming the first field of a TransformerConfig that alignkit does not keep aligned."""
+    """Raise UnsupportedError naming the first field of a TransformerConfig that alignkit does not support."""
     for refusal in refusals(config, _rows(), context=config):
         raise UnsupportedError(refusal)
 
 
 @functools.cache
 def _rows() -> tuple[Row, ...]:
-    """Of every field, with the defaults of a TransformerConfig that asks for nothing but its sizes."""
+    """Return the rows for all fields, with the defaults of a TransformerConfig that has only sizes."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     plain = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
-    rows = POLICY.over([f.name for f in dataclasses.fields(plain)], functools.partial(getattr, plain))
-    return tuple(_of_mixtures(row) if row.field.startswith("moe_") else row for row in rows)
+    rows = POLICY.rows_for([f.name for f in dataclasses.fields(plain)], functools.partial(getattr, plain))
+    return tuple(_moe_only(row) if row.field.startswith("moe_") else row for row in rows)
 
 
-def _of_mixtures(row: Row) -> Row:
-    """A dense model's modules do not read such a field, whatever it says."""
+def _moe_only(row: Row) -> Row:
+    """Return the row for MoE models only; a dense model does not read the field."""
     return dataclasses.replace(
         row, allows=lambda value, config: config.num_moe_experts is None or row.allows(value, config)
     )

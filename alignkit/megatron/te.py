@@ -1,9 +1,8 @@
-"""The modules of Megatron-core's TransformerEngine layer specs, with their arithmetic replaced by alignkit's ops.
+"""Modules of Megatron-core's TransformerEngine layer specs, with their arithmetic replaced by alignkit's ops.
 
-TransformerEngine is not imported here: a module that exists has brought its class. `ROWS` says, by the path of a class,
-what takes its place; a class that is made of the two is kept in `modules.STOCK`, like alignkit's own. It overrides the
-forward and calls nothing else of TransformerEngine's, so parameters, hooks, ``_extra_state`` and
-``sharded_state_dict`` are what they were.
+TransformerEngine is not imported; its classes come from existing modules. `ROWS` maps the path of a class to its
+replacement. `aligned_class` derives a class from both and registers it in `modules.STOCK`. The derived class overrides
+only `forward`, so parameters, hooks, ``_extra_state`` and ``sharded_state_dict`` are unaffected.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from . import modules
 
 
 class Replacement(torch.nn.Module):
-    """What the classes of `ROWS` have in common.
+    """Base class of the replacements.
 
-    op: the op that the module runs through. must: attributes of TransformerEngine's module that it does not look at,
-    each with the value that it stands for. leaf: whether the module's own children do not run.
+    op: op that the module runs through. required: attributes of TransformerEngine's module with the only supported
+    values. ignores_children: the module's children do not run.
     """
 
     op: ClassVar[str]
-    must: ClassVar[dict[str, Any]] = {}
-    leaf: ClassVar[bool] = False
+    required: ClassVar[dict[str, Any]] = {}
+    ignores_children: ClassVar[bool] = False
     tp_group: torch.distributed.ProcessGroup | None
 
     def __reduce_ex__(self, protocol):
-        """A copy, or what is pickled, has TransformerEngine's class, until the model that it is in is taken over."""
-        # In later protocols pickle asks for the object's own class.
+        """Pickle and copy the module with its stock class; the next forward of its model patches it again."""
+        # Later protocols require the object's own class.
         make, (_, *arguments), *state = super().__reduce_ex__(1)
         return make, (modules.stock_class(type(self)), *arguments), *state
 
@@ -46,7 +45,7 @@ _ATTENTION = {"attention_type": "self", "qkv_format": "sbhd", "softmax_type": "v
 
 class ColumnParallelLinear(Replacement):
     op = "linear"
-    must = _LINEAR | {"parallel_mode": "column"}
+    required = _LINEAR | {"parallel_mode": "column"}
 
     def forward(self, x):
         bias = self._parameters.get("bias")  # without one, the attribute is an empty tensor
@@ -55,10 +54,10 @@ class ColumnParallelLinear(Replacement):
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """A norm and the linear after it; the norm's output is rounded to the model type, as between two modules."""
+    """Norm and linear; the norm's output is rounded to the model type, as between separate modules."""
 
     op = "rms_norm, linear"
-    must = ColumnParallelLinear.must | _NORM | {"normalization": "RMSNorm", "return_layernorm_output": False}
+    required = ColumnParallelLinear.required | _NORM | {"normalization": "RMSNorm", "return_layernorm_output": False}
 
     def forward(self, x):
         return ColumnParallelLinear.forward(self, ops.rms_norm(x, self.layer_norm_weight, self.eps))
@@ -66,7 +65,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
 class RowParallelLinear(Replacement):
     op = "row_parallel_linear"
-    must = _LINEAR | {"parallel_mode": "row"}
+    required = _LINEAR | {"parallel_mode": "row"}
 
     def forward(self, x):
         tp = TP(self.tp_group, agreed=True)
@@ -75,7 +74,7 @@ class RowParallelLinear(Replacement):
 
 class RMSNorm(Replacement):
     op = "rms_norm"
-    must = _NORM
+    required = _NORM
 
     def forward(self, x):
         return modules.RMSNorm.forward(self, x)  # pyright: ignore[reportArgumentType]
@@ -83,35 +82,35 @@ class RMSNorm(Replacement):
 
 class DotProductAttention(Replacement):
     op = "attention"
-    must = _ATTENTION
-    leaf = True
+    required = _ATTENTION
+    ignores_children = True
 
     @property
     def pg_collection(self) -> types.SimpleNamespace:
-        """As Megatron's own has it; of the groups TransformerEngine's keeps the context-parallel one."""
+        """Process groups, like Megatron's own attention; only the context-parallel one is used."""
         return types.SimpleNamespace(cp=self.cp_group)
 
     def forward(self, *args, **kwargs):
         return modules.DotProductAttention.forward(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
 
-class OfExperts(Replacement):
-    """Of one expert: as `moe.ColumnParallelLinear`, it hands its weight down."""
+class ExpertLinear(Replacement):
+    """Linear of one expert: returns its weight, like `moe.ColumnParallelLinear`."""
 
     op = "moe_experts"
-    must = _LINEAR
-    hands_down = True
+    required = _LINEAR
+    returns_weights = True
 
     def forward(self):
         return self.weight
 
 
-class GroupedOfExperts(Replacement):
-    """Of all experts of a rank: the weight of each."""
+class GroupedExpertLinear(Replacement):
+    """Grouped linear of a rank's experts: returns the weight of each expert."""
 
     op = "moe_experts"
-    must = _QUANTIZED | {"te_return_bias": False, "use_bias": False}
-    hands_down = True
+    required = _QUANTIZED | {"te_return_bias": False, "use_bias": False}
+    returns_weights = True
     num_gemms: int
 
     def forward(self):
@@ -126,26 +125,26 @@ ROWS: dict[str, type[Replacement]] = {
     f"{_MEGATRON}.TEDotProductAttention": DotProductAttention,
     "transformer_engine.pytorch.module.rmsnorm.RMSNorm": RMSNorm,
 }
-"""The path of a class, exactly -> what takes its place."""
+"""Exact path of a stock class -> replacement."""
 
-OF_EXPERTS: dict[str, type[Replacement]] = {
-    f"{_MEGATRON}.TEColumnParallelLinear": OfExperts,
-    f"{_MEGATRON}.TERowParallelLinear": OfExperts,
-    f"{_MEGATRON}.TEColumnParallelGroupedLinear": GroupedOfExperts,
-    f"{_MEGATRON}.TERowParallelGroupedLinear": GroupedOfExperts,
+EXPERT_MODULES: dict[str, type[Replacement]] = {
+    f"{_MEGATRON}.TEColumnParallelLinear": ExpertLinear,
+    f"{_MEGATRON}.TERowParallelLinear": ExpertLinear,
+    f"{_MEGATRON}.TEColumnParallelGroupedLinear": GroupedExpertLinear,
+    f"{_MEGATRON}.TERowParallelGroupedLinear": GroupedExpertLinear,
 }
-"""The same below the experts of a MoELayer."""
+"""Same map for modules below the experts of a MoELayer."""
 
-_made: dict[tuple[type, type], type] = {}
+_classes: dict[tuple[type, type], type] = {}
 
 
 def aligned_class(cls: type, rows: dict[str, type[Replacement]]) -> type | None:
-    """The class that takes the place of `cls`, if `rows` have one for it."""
+    """Return the aligned class of `cls`, derived on first use; None if `rows` has no replacement."""
     row = rows.get(f"{cls.__module__}.{cls.__qualname__}")
     if row is None:
         return None
-    if (cls, row) not in _made:
-        made = type(cls.__name__, (row, cls), {"__module__": __name__, "__doc__": row.__doc__})
-        modules.STOCK[made] = cls
-        _made[cls, row] = made
-    return _made[cls, row]
+    if (cls, row) not in _classes:
+        derived = type(cls.__name__, (row, cls), {"__module__": __name__, "__doc__": row.__doc__})
+        modules.STOCK[derived] = cls
+        _classes[cls, row] = derived
+    return _classes[cls, row]

@@ -1,18 +1,18 @@
-"""The versions of Megatron-core: the one file that knows them. A release is a row."""
+"""Versions of Megatron-core, one row each; no other file depends on a version."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from alignkit.engines.versions import Row, Versions
-from alignkit.megatron.seams import COMMON, HOOK, HYBRID, SINCE_0_19
+from alignkit.megatron.hook_points import COMMON, HOOK, HYBRID, SINCE_0_19
 
 
 @dataclass(frozen=True)
 class Version:
-    """What is different about a version that the adapter runs on.
+    """Facts of a supported version.
 
-    hook: whether GPTModel.forward takes `output_processor`; without it alignkit has a path of its own.
+    hook: GPTModel.forward accepts `output_processor`. Without it `logprobs` passes its request by a context variable.
     """
 
     hook: bool

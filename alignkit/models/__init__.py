@@ -1,4 +1,7 @@
-"""The families of models that alignkit keeps aligned, each a file of data. Neither engine is imported."""
+"""Model families that alignkit supports, each a file of data. Imports neither engine.
+
+CONTRIBUTING.md, "Adding a dense model family", lists the other places that a new family changes.
+"""
 
 from alignkit.models.family import Family
 from alignkit.models.glm4_moe import GLM4_MOE
@@ -13,7 +16,7 @@ from alignkit.models.qwen3_moe import QWEN3_MOE
 _FAMILIES = (QWEN3, QWEN2, LLAMA, MISTRAL, QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE)
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
-"""By `model_type`."""
+"""Families keyed by `model_type` of config.json."""
 
 ARCHITECTURES: dict[str, Family] = {family.architecture: family for family in FAMILIES.values()}
-"""By the name in `architectures`."""
+"""Families keyed by the name in `architectures` of config.json."""

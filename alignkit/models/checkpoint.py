@@ -1,4 +1,4 @@
-"""The tensors of an HF directory, and that there is nothing beside them that vLLM would read."""
+"""Reader for the safetensors of an HF directory; rejects additional weight files that vLLM would load."""
 
 from __future__ import annotations
 
@@ -15,62 +15,72 @@ from alignkit.models.config import read_json
 
 
 class Checkpoint(Mapping):
-    """The tensors of an HF directory by name, read on demand: one file, or several with an index."""
+    """Mapping of tensor names to tensors of an HF directory, read on demand from one file or an indexed set."""
 
     def __init__(self, model_dir: str | os.PathLike):
-        """Raises InputError naming a file that is missing, unreadable, shorter or longer than its header says, or that
-        vLLM would read and alignkit not."""
+        """Open the files and read their headers.
+
+        Args:
+            model_dir: HF model directory.
+
+        Raises:
+            InputError: If a file is missing or unreadable, or its size contradicts its header.
+            UnsupportedError: If vLLM would load a file that the checkpoint does not include, or would quantize.
+        """
         root = Path(model_dir)
         index = root / "model.safetensors.index.json"
         weight_map = _weight_map(index) if index.exists() else {}
         files = sorted(set(weight_map.values())) or ["model.safetensors"]
         _refuse_other_files(root, files, bool(weight_map))
-        self._where = {}
+        self._files = {}
         for name in files:
             if not (root / name).is_file():
-                raise InputError(f"model: {root} has no {name}" + (f", which {index.name} names" if weight_map else ""))
+                raise InputError(f"model: {root} has no {name}" + (f", which {index.name} lists" if weight_map else ""))
             try:
                 file = safe_open(root / name, framework="pt")
             except (OSError, SafetensorError) as e:
                 raise InputError(f"model: cannot read {root / name}: {e}") from None
             for tensor in file.keys():
-                if tensor in self._where:
-                    raise InputError(f"model: {tensor} is in two files of {root}")
-                self._where[tensor] = file
-        for tensor in sorted(weight_map.keys() - self._where.keys()):
-            raise InputError(f"model: {weight_map[tensor]} has no tensor {tensor!r}, which {index} names")
+                if tensor in self._files:
+                    raise InputError(f"model: {root}: two files contain the tensor {tensor!r}")
+                self._files[tensor] = file
+        for tensor in sorted(weight_map.keys() - self._files.keys()):
+            raise InputError(f"model: {weight_map[tensor]} has no tensor {tensor!r}, which {index} lists")
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._where[name].get_tensor(name)
+        return self._files[name].get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
+        return iter(self._files)
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._files)
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Type, as safetensors names it, and shape; nothing of the tensor is read."""
-        tensor = self._where[name].get_slice(name)
+        """Return a tensor's type, by safetensors' name, and its shape, without reading the data."""
+        tensor = self._files[name].get_slice(name)
         return tensor.get_dtype(), tuple(tensor.get_shape())
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Names of the files by tensor."""
+    """Return the index's map of tensor names to file names."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"model: {index} has no weight_map")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(f"model: {index}: {tensor!r} is in {name!r:.200}, which is not the name of a file")
+            raise InputError(f"model: {index}: {tensor!r}: must be in a file of this directory, got {name!r:.200}")
     return weight_map
 
 
 def _refuse_other_files(root: Path, files: list[str], indexed: bool) -> None:
-    """vLLM prefers consolidated*.safetensors, reads every *.safetensors where there is no index, and quantizes where
-    there is a file for it."""
+    """Raise UnsupportedError if the directory has other files that change what vLLM loads.
+
+    vLLM prefers consolidated*.safetensors, reads every *.safetensors if there is no index, and quantizes if
+    hf_quant_config.json exists.
+    """
     for name in sorted(glob.glob("*.safetensors", root_dir=root)):
         if name not in files and (not indexed or name.startswith("consolidated")):
-            raise UnsupportedError(f"model: {root / name} stands beside {files[0]}, and vLLM would read it")
+            raise UnsupportedError(f"model: {root / name} is next to {files[0]}, and vLLM would load it. Remove it")
     if (root / "hf_quant_config.json").exists():
-        raise UnsupportedError(f"hf_quant_config.json: {root} is quantized")
+        raise UnsupportedError(f"hf_quant_config.json: quantized checkpoints are not supported, found one in {root}")

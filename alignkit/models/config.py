@@ -1,4 +1,8 @@
-"""What a checkpoint's config.json says: its architecture, or the name of the first field that alignkit does not know."""
+"""Reader for config.json: returns the architecture, or rejects the first field that alignkit does not support.
+
+`Architecture` and `read_architecture` are re-exported by `alignkit.convert`. The weight tables in `models.family` name
+fields of `Architecture`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from alignkit.contract.rope import Llama3, Scaling, Yarn, yarn_attention_factor
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.models import ARCHITECTURES, FAMILIES
 from alignkit.models.family import (
-    CHOICE_BIAS,
     EMBEDDING,
+    EXPERT_BIAS,
     FINAL_NORM,
     HEAD,
     QK_NORMS,
@@ -27,24 +31,47 @@ from alignkit.models.family import (
 from alignkit.models.fields import HARMLESS, MUST_BE, MUST_BE_OFF, READ
 
 VOCAB_MULTIPLE = 128
+"""Vocabulary padding multiple for one tensor-parallel rank; Megatron's make_vocab_size_divisible_by."""
 _ROPE_FIELDS = frozenset(("rope_theta", "rope_type", "type", "partial_rotary_factor"))
 ROPE_TYPES = {
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
-"""Kinds of rotary embeddings, and what config.json may say of each beside `_ROPE_FIELDS`."""
+"""Supported rope types, and the fields that each may have in addition to `_ROPE_FIELDS`."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What an HF checkpoint is made of. Sizes are in elements; `vocab` is the true vocabulary size, `intermediate` the
-    width of an MLP. With experts (`experts` of them; 0 in a dense model) every layer has them but the `dense_layers`, whose
-    MLPs are `dense_intermediate` wide; `intermediate` is the width of each expert, a token goes to `top_k`, and
-    `normalize_top_k` says whether the weights of those sum up to 1; `shared_intermediate` is the width of an expert that all
-    tokens go to, 0 without one. With `groups` of experts a token's are of `top_groups` of them, and their weights are
-    multiplied by `routed_scale`. `options` are the family's optional fields that are true, `rotary_factor` is the part of a
-    head that is rotated, and of `mtp_layers` further layers, which nothing runs, weights may be there."""
+    """Architecture of an HF checkpoint. Sizes are in elements.
+
+    Attributes:
+        family: `model_type` of config.json.
+        layers: Number of layers.
+        hidden: Hidden size.
+        heads: Number of query heads.
+        kv_heads: Number of KV heads.
+        head_dim: Head dimension.
+        intermediate: Width of an MLP, or of each expert in an MoE model.
+        vocab: Vocabulary size without padding.
+        max_position: Longest supported sequence.
+        norm_eps: Epsilon of the RMSNorms.
+        rope_base: Rotary base (rope_theta).
+        tied: Whether the head shares the embedding's weight.
+        rope_scaling: Scaling of the rotary frequencies, or None.
+        experts: Number of routed experts; 0 in a dense model.
+        top_k: Number of experts for each token.
+        normalize_top_k: Whether the top-k weights are normalized to sum to 1.
+        shared_intermediate: Width of the shared expert; 0 if there is none.
+        dense_layers: Indices of an MoE model's layers that have a dense MLP.
+        dense_intermediate: Width of the MLPs of `dense_layers`.
+        groups: Number of expert groups.
+        top_groups: Number of groups that a token's experts come from.
+        routed_scale: Factor of the routed experts' weights.
+        options: The family's optional fields that are true.
+        rotary_factor: Rotated fraction of a head.
+        mtp_layers: Number of multi-token prediction (MTP) layers. Their weights may be present, but are not used.
+    """
 
     family: str
     layers: int
@@ -74,37 +101,37 @@ class Architecture:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise UnsupportedError(f"family: {self.family!r:.200} is not one of {', '.join(FAMILIES)}")
+            raise UnsupportedError(f"family: must be one of {', '.join(FAMILIES)}, got {self.family!r:.200}")
 
     @property
     def qk_norm(self) -> bool:
-        """Whether q and k have norms of their own."""
+        """True if queries and keys have norms."""
         return self._has(*QK_NORMS)
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether q, k and v have biases."""
+        """True if the QKV projection has biases."""
         return self._has(*QKV_BIASES)
 
     @property
-    def choice_bias(self) -> bool:
-        """Whether a bias has a part in the choice of experts."""
-        return any(weight.megatron == CHOICE_BIAS for weight in FAMILIES[self.family].layer)
+    def expert_bias(self) -> bool:
+        """True if the router adds a bias to the scores when it selects experts."""
+        return any(weight.megatron == EXPERT_BIAS for weight in FAMILIES[self.family].layer)
 
     @property
     def shared_gate(self) -> bool:
-        """Whether a gate is multiplied with what comes out of the expert that all tokens go to."""
+        """True if a gate scales the shared expert's output."""
         return any(weight.megatron == SHARED_GATE for weight in FAMILIES[self.family].layer)
 
     @property
     def score(self) -> str:
-        """Of an expert, by its logit."""
+        """Router score function, "softmax" or "sigmoid"."""
         experts = FAMILIES[self.family].experts
         return experts.score if experts else Experts.score
 
     @property
     def rotary_dim(self) -> int:
-        """How many of a head's dimensions, the first ones, are rotated."""
+        """Number of rotated dimensions of a head, its first ones."""
         return int(self.head_dim * self.rotary_factor)
 
     def _has(self, *weights: Weight) -> bool:
@@ -113,25 +140,30 @@ class Architecture:
 
     @property
     def _optional(self) -> tuple[Weight, ...]:
-        return tuple(w for field, of in FAMILIES[self.family].optional if field in self.options for w in of)
+        optional = FAMILIES[self.family].optional
+        return tuple(weight for field, weights in optional if field in self.options for weight in weights)
 
     def size(self, name: str) -> int:
-        """A size by its name in the tables of weights: `q` and `kv` are all heads together, `one` is 1, others are
-        fields."""
+        """Return a size by its name in the weight tables.
+
+        Args:
+            name: "q" or "kv" (all query or KV heads together), "one" (1), or a field of this class.
+        """
         if name in ("q", "kv"):
             return self.head_dim * (self.heads if name == "q" else self.kv_heads)
         return 1 if name == "one" else getattr(self, name)
 
     def has_experts(self, layer: int) -> bool:
+        """Return whether layer number `layer`, counted from 0, has experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
     def layer(self, i: int) -> tuple[Weight, ...]:
-        """The weights of layer i."""
+        """Return the weights of layer `i`."""
         family = FAMILIES[self.family]
         return (*(family.dense_layer if i in self.dense_layers else family.layer), *self._optional)
 
     def weights(self) -> Iterator[tuple[Weight, dict[str, tuple[int, ...]], str]]:
-        """Each weight, its HF tensors by their whole names, with shapes, and its whole name in Megatron."""
+        """Yield each weight, the shapes of its HF tensors by full name, and its full name in Megatron."""
 
         def of(weight: Weight, hf: str = "", megatron: str = "") -> tuple[Weight, dict[str, tuple[int, ...]], str]:
             shapes = {hf + name: tuple(map(self.size, sizes)) for name, sizes in weight.hf.items()}
@@ -140,7 +172,7 @@ class Architecture:
         yield of(EMBEDDING)
         for i in range(self.layers):
             for weight in self.layer(i):
-                each = [weight.of_expert(e) for e in range(self.experts)] if weight.per_expert else [weight]
+                each = [weight.for_expert(e) for e in range(self.experts)] if weight.per_expert else [weight]
                 for one in each:
                     yield of(one, f"model.layers.{i}.", f"decoder.layers.{i}.")
         yield of(FINAL_NORM)
@@ -148,12 +180,12 @@ class Architecture:
             yield of(HEAD)
 
     def padded_vocab(self, tp: int) -> int:
-        """Rows of the whole embedding in Megatron: the next multiple of ``128 * tp``."""
+        """Return the vocabulary size padded to a multiple of ``128 * tp``, as Megatron pads it."""
         step = VOCAB_MULTIPLE * tp
         return -(-self.vocab // step) * step
 
     def check_tp(self, tp: int) -> None:
-        """UnsupportedError unless every rank of `tp` gets the same whole number of heads and columns."""
+        """Raise UnsupportedError unless `tp` ranks divide the heads, KV heads and MLP widths."""
         family = FAMILIES[self.family]
         sizes = [
             ("num_key_value_heads", self.kv_heads),
@@ -166,27 +198,34 @@ class Architecture:
             sizes.append(("intermediate_size", self.dense_intermediate))
         for name, size in sizes:
             if tp < 1 or size % tp:
-                raise UnsupportedError(f"tp: {tp} ranks do not divide {name} = {size}")
+                raise UnsupportedError(f"tp: must divide {name} = {size}, got {tp}")
 
 
 def read_architecture(model_dir: str | os.PathLike) -> Architecture:
-    """Reads ``config.json`` of an HF model directory.
+    """Read ``config.json`` of an HF model directory.
 
-    Raises InputError for a missing or broken file and for a field that cannot be what it says, UnsupportedError naming
-    the first field that is not of a model of a known family, with rotary embeddings of the `ROPE_TYPES`, or that is
-    not known to change nothing.
+    Args:
+        model_dir: HF model directory.
+
+    Returns:
+        The architecture.
+
+    Raises:
+        InputError: If the file is missing or broken, or a field has an invalid value.
+        UnsupportedError: Naming the first field that alignkit does not support: an unknown family, rope type or value,
+            or an unknown field that may affect numerics.
     """
     path = Path(model_dir) / "config.json"
     config = read_json(path)
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in list(ARCHITECTURES):
-        raise UnsupportedError(f"architectures: {names!r:.200} is not one of {', '.join(ARCHITECTURES)}")
+        raise UnsupportedError(f"architectures: must be one of {', '.join(ARCHITECTURES)}, got {names!r:.200}")
     family = ARCHITECTURES[names[0]]
-    if config.get("model_type") != family.name:  # it chooses the class that reads the config, with other defaults
+    if config.get("model_type") != family.name:  # it selects the config class, and so the defaults
         raise UnsupportedError(
-            f"model_type: {config.get('model_type')!r:.200} is not {family.name!r}, as {names[0]} is"
+            f"model_type: must be {family.name!r} for {names[0]}, got {config.get('model_type')!r:.200}"
         )
-    _refuse_foreign(config, family)
+    _check_fields(config, family)
 
     config = dict.fromkeys(family.may_be_absent) | config
 
@@ -195,7 +234,7 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
             raise InputError(f"model: {path} has no field {field!r}")
         value = if_null if config[field] is None else config[field]
         if type(value) is not int or not 0 < value < 2**31:
-            raise InputError(f"{field}: {config[field]!r:.200} in {path} is not a positive integer")
+            raise InputError(f"{field}: must be a positive integer, got {config[field]!r:.200} in {path}")
         return value
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
@@ -206,7 +245,7 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
     if family.experts:
         counts = [size(field) for field in family.experts.count if field in config] or [size(family.experts.count[0])]
         if len(set(counts)) > 1:
-            raise InputError(f"{' and '.join(family.experts.count)} are {counts}: which one is it?")
+            raise InputError(f"{' and '.join(family.experts.count)}: must be equal, got {counts}")
         experts, top_k = counts[0], size(family.experts.top_k)
         normalize_top_k = family.experts.normalize is None or _flag(path, config, family.experts.normalize)
         if family.experts.shared:
@@ -222,7 +261,7 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         elif family.experts.dense == "first":
             first = config.get("first_k_dense_replace")
             if type(first) is not int or not 0 <= first < layers:
-                raise InputError(f"first_k_dense_replace: {first!r:.200} is no number of layers below {layers}")
+                raise InputError(f"first_k_dense_replace: must be an integer in [0, {layers}), got {first!r:.200}")
             dense_layers = tuple(range(first))
     arch = Architecture(
         family=family.name,
@@ -251,78 +290,92 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         rotary_factor=rotary_factor,
         mtp_layers=_count(config, family.mtp) if family.mtp else 0,
     )
-    _check_choice(arch, family)
+    _check_routing(arch, family)
     if isinstance(rope_scaling, Yarn) and rotary_factor != 1:
         raise UnsupportedError(
-            f"partial_rotary_factor: {rotary_factor} is not supported with YaRN, whose frequencies are of whole heads in "
+            f"partial_rotary_factor: {rotary_factor} is not supported with YaRN, which rotates whole heads in "
             "Megatron-core"
         )
     if arch.rotary_dim % 2 or not arch.rotary_dim:
-        raise InputError(f"partial_rotary_factor: {rotary_factor} of a head of {arch.head_dim} is no even number")
+        raise InputError(
+            f"partial_rotary_factor: must give a positive even number of head_dim = {arch.head_dim} dimensions, got "
+            f"{rotary_factor}"
+        )
     if arch.top_k > arch.experts:
-        raise InputError(f"num_experts_per_tok: {arch.top_k}, of {arch.experts} experts")
+        raise InputError(
+            f"num_experts_per_tok: must be at most the number of experts, {arch.experts}, got {arch.top_k}"
+        )
     if arch.heads % arch.kv_heads:
-        raise InputError(f"num_key_value_heads: {arch.kv_heads} does not divide {arch.heads} heads")
+        raise InputError(f"num_key_value_heads: must divide num_attention_heads = {arch.heads}, got {arch.kv_heads}")
     if config.get("head_dim") is None and hidden % heads:
-        raise InputError(f"num_attention_heads: {heads} does not divide hidden_size = {hidden}")
+        raise InputError(f"num_attention_heads: must divide hidden_size = {hidden} if head_dim is not set, got {heads}")
     if family.heads_fill_hidden and arch.head_dim * heads != hidden:
         raise UnsupportedError(
-            f"head_dim: {arch.head_dim} with {heads} heads; in vLLM {family.name}'s is hidden_size / heads"
+            f"head_dim: must be hidden_size / num_attention_heads = {hidden / heads:g}, which vLLM assumes for "
+            f"{family.name}, got {arch.head_dim}"
         )
     kinds = config.get("layer_types")
     if kinds is not None and not (
         isinstance(kinds, list) and len(kinds) == arch.layers and all(kind == "full_attention" for kind in kinds)
     ):
-        raise UnsupportedError(f"layer_types: {kinds!r:.200} is not full_attention for each of {arch.layers} layers")
+        raise UnsupportedError(
+            f"layer_types: must be full_attention for each of {arch.layers} layers, got {kinds!r:.200}"
+        )
     return arch
 
 
-def _check_choice(arch: Architecture, family: Family) -> None:
-    """That both engines can choose experts so."""
+def _check_routing(arch: Architecture, family: Family) -> None:
+    """Check that both engines support the routing with sigmoid scores and expert groups."""
     if family.experts is None or arch.score == "softmax":
         return
     if arch.experts % arch.groups or arch.top_groups > arch.groups:
-        raise InputError(f"n_group / topk_group: {arch.top_groups} of {arch.groups} groups of {arch.experts} experts")
+        raise InputError(
+            f"n_group / topk_group: n_group must divide {arch.experts} experts and be at least topk_group, got n_group "
+            f"= {arch.groups}, topk_group = {arch.top_groups}"
+        )
     if arch.top_k > arch.experts // arch.groups * arch.top_groups:
-        raise InputError(f"num_experts_per_tok: {arch.top_k}, of {arch.top_groups} of {arch.groups} groups")
+        raise InputError(
+            f"num_experts_per_tok: must be at most the number of experts in {arch.top_groups} of {arch.groups} groups, "
+            f"got {arch.top_k}"
+        )
     if arch.groups > 1 and arch.top_k // arch.top_groups != 2:
         raise UnsupportedError(
-            f"topk_group: {arch.top_groups} groups for {arch.top_k} experts are not supported: a group's score is the sum of "
-            f"its two best, in Megatron-core of its {arch.top_k // arch.top_groups}"
+            f"topk_group: {arch.top_groups} groups for {arch.top_k} experts are not supported. vLLM scores a group by "
+            f"its two best experts, Megatron-core by its {arch.top_k // arch.top_groups} best"
         )
     if arch.normalize_top_k != (arch.top_k > 1):
         raise UnsupportedError(
             f"norm_topk_prob: {arch.normalize_top_k} is not supported with {arch.score} scores and num_experts_per_tok "
-            f"{arch.top_k}: Megatron-core normalizes where there are several"
+            f"{arch.top_k}: Megatron-core normalizes exactly if there are several experts for a token"
         )
 
 
 def _count(config: Mapping, field: str) -> int:
     value = config.get(field) or 0
     if type(value) is not int or not 0 <= value < 2**31:
-        raise InputError(f"{field}: {config[field]!r:.200} is no number of layers")
+        raise InputError(f"{field}: must be a nonnegative integer, got {config[field]!r:.200}")
     return value
 
 
 def _flag(path: Path, config: Mapping, field: str) -> bool:
     if type(config.get(field)) is not bool:
-        raise InputError(f"{field}: {config.get(field)!r:.200} in {path} is neither true nor false")
+        raise InputError(f"{field}: must be true or false, got {config.get(field)!r:.200} in {path}")
     return config[field]
 
 
 def _dense_layers(listed: Any, step: int, layers: int) -> tuple[int, ...]:
-    """Those of `layers` that are `listed`, or not at the end of a `step`."""
+    """Return the indices of dense layers: `listed`, or not the last of each `step` layers."""
     listed = [] if listed is None else listed
     if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
-        raise InputError(f"mlp_only_layers: {listed!r:.200} is no list of numbers of {layers} layers")
+        raise InputError(f"mlp_only_layers: must be a list of layer indices in [0, {layers}), got {listed!r:.200}")
     dense = tuple(i for i in range(layers) if i in listed or (i + 1) % step)
     if len(dense) == layers:
         raise UnsupportedError("mlp_only_layers / decoder_sparse_step: no layer has experts")
     return dense
 
 
-def _refuse_foreign(config: Mapping, family: Family) -> None:
-    """Refuses by name what an engine may compute with and alignkit does not."""
+def _check_fields(config: Mapping, family: Family) -> None:
+    """Raise UnsupportedError naming the first unsupported field that may affect numerics."""
     read = READ | family.fields
     must_be = MUST_BE | dict(family.must_be)
     for field, value in config.items():
@@ -330,28 +383,30 @@ def _refuse_foreign(config: Mapping, family: Family) -> None:
             continue
         if field in must_be:
             if value not in must_be[field]:
-                raise UnsupportedError(f"{field}: {value!r:.200} is not {must_be[field][0]!r}")
+                raise UnsupportedError(f"{field}: must be {must_be[field][0]!r}, got {value!r:.200}")
         elif field in MUST_BE_OFF:
             if value:
                 raise UnsupportedError(f"{field}: {value!r:.200} is not supported for {family.name}")
         elif field not in HARMLESS and value is not None and value is not False and not isinstance(value, str):
             raise UnsupportedError(
-                f"{field}: {value!r:.200} is no field of {family.name} that alignkit knows, and an "
-                "engine may compute with it; if it changes nothing, take it out of config.json"
+                f"{field}: alignkit does not know this field of {family.name}, got {value!r:.200}. An engine may use "
+                "it; if it does not affect numerics, remove it from config.json"
             )
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedError(f"hidden_act: {config['hidden_act']!r:.200} is not supported, only 'silu'")
     if family.sliding_window == "must be null" and "sliding_window" not in config:
         raise UnsupportedError(
-            f"sliding_window: absent, and {family.name}'s class in transformers then has one; without a window it is null"
+            f"sliding_window: missing, and transformers defaults to a sliding window for {family.name}. Set it to null"
         )
     if family.sliding_window != "unused" and config.get("sliding_window") is not None:
-        raise UnsupportedError(f"sliding_window: {config['sliding_window']!r:.200} is not supported")
+        raise UnsupportedError(f"sliding_window: {config['sliding_window']!r:.200} is not supported, only null")
 
 
 def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float]:
-    """The rotary base and scaling, and the part of a head that is rotated; newer configs keep all in `rope_parameters`,
-    older ones base and part beside `rope_scaling`."""
+    """Return the rotary base, the scaling and the rotated fraction of a head.
+
+    Newer configs have all three in `rope_parameters`; older ones have base and fraction next to `rope_scaling`.
+    """
     bases = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
     scalings, parts = {}, [config.get("partial_rotary_factor")]
     for field in ("rope_scaling", "rope_parameters"):
@@ -359,7 +414,7 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float
         if rope is None:
             continue
         if not isinstance(rope, dict):
-            raise InputError(f"{field}: {rope!r:.200} is not an object")
+            raise InputError(f"{field}: must be an object, got {rope!r:.200}")
         names = [rope[name] for name in ("rope_type", "type") if name in rope] or ["default"]
         for name in names:
             if name not in list(ROPE_TYPES) or name != names[0]:
@@ -367,23 +422,25 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float
                 raise UnsupportedError(f"{field}: rope type {name!r:.200} is not supported, only {known}")
         parts.append(rope.get("partial_rotary_factor"))
         if family.rotary_factor is None and parts[-1] not in (None, 1):
-            raise UnsupportedError(f"{field}: partial_rotary_factor {rope['partial_rotary_factor']!r:.200} is not 1")
+            raise UnsupportedError(
+                f"{field}: partial_rotary_factor: must be 1, got {rope['partial_rotary_factor']!r:.200}"
+            )
         for name in rope.keys() - _ROPE_FIELDS - frozenset(ROPE_TYPES[names[0]]):
             raise UnsupportedError(f"{field}: {name}: {rope[name]!r:.200} is not supported")
         scalings[field] = _scaling(field, names[0], rope)
         if "rope_theta" in rope:
             bases[f"{field}: rope_theta"] = rope["rope_theta"]
     if len(set(scalings.values())) > 1:
-        raise InputError("rope_scaling and rope_parameters ask for different rotary embeddings")
+        raise InputError("rope_scaling and rope_parameters: specify different rotary embeddings")
     scaling = next(iter(scalings.values()), None)
     part = _rotary_factor([part for part in parts if part is not None], family)
     if not bases and family.rope_base is not None:
         return family.rope_base, scaling, part
     if not bases:
-        raise InputError("rope_theta: the config names no rotary base")
+        raise InputError("rope_theta: missing; config.json must have the rotary base")
     values = [_positive(*item) for item in bases.items()]
     if len(set(values)) > 1:
-        raise InputError("; ".join(f"{field} is {value}" for field, value in bases.items()) + ": which one is it?")
+        raise InputError("; ".join(f"{field} is {value}" for field, value in bases.items()) + "; they must be equal")
     return values[0], scaling, part
 
 
@@ -392,12 +449,12 @@ def _rotary_factor(given: list, family: Family) -> float:
         return 1.0
     values = [_positive("partial_rotary_factor", value) for value in given] or [family.rotary_factor]
     if len(set(values)) > 1 or values[0] > 1:
-        raise InputError(f"partial_rotary_factor: {values}, expected one number up to 1")
+        raise InputError(f"partial_rotary_factor: must be one number in (0, 1], got {values}")
     return values[0]
 
 
 def _scaling(field: str, kind: str, rope: Mapping) -> Scaling | None:
-    """Every number must be there, but for those of YaRN that transformers and vLLM take for the same."""
+    """Return the scaling; only fields with the same default in transformers and vLLM may be missing."""
     if kind == "default":
         return None
 
@@ -409,36 +466,37 @@ def _scaling(field: str, kind: str, rope: Mapping) -> Scaling | None:
 
     original = number("original_max_position_embeddings")
     if original != int(original):
-        raise InputError(f"{field}: original_max_position_embeddings: {original} is not a whole number")
+        raise InputError(f"{field}: original_max_position_embeddings: must be an integer, got {original}")
     if kind == "llama3":
         low, high = number("low_freq_factor"), number("high_freq_factor")
         if not low < high:
-            raise UnsupportedError(f"{field}: low_freq_factor: {low} is not below high_freq_factor, {high}")
+            raise UnsupportedError(f"{field}: low_freq_factor: must be less than high_freq_factor, {high}, got {low}")
         return Llama3(number("factor"), low, high, int(original))
     factor = number("factor")
     attention_factor = yarn_attention_factor(factor)
     if rope.get("attention_factor") not in (None, attention_factor):
         raise UnsupportedError(
-            f"{field}: attention_factor: {rope['attention_factor']!r:.200} is not {attention_factor}, and Megatron-core "
-            "has no other"
+            f"{field}: attention_factor: must be {attention_factor}, the only one that Megatron-core supports, got "
+            f"{rope['attention_factor']!r:.200}"
         )
     truncate = rope.get("truncate", True)
     if type(truncate) is not bool:
-        raise InputError(f"{field}: truncate: {truncate!r:.200} is neither true nor false")
+        raise InputError(f"{field}: truncate: must be true or false, got {truncate!r:.200}")
     return Yarn(factor, int(original), number("beta_fast", 32.0), number("beta_slow", 1.0), attention_factor, truncate)
 
 
 def _positive(field: str, value) -> float:
     if type(value) not in (int, float) or not 0 < value < 3e38:  # NaN compares false
-        raise InputError(f"{field}: {value!r:.200} is not a positive number")
+        raise InputError(f"{field}: must be a positive number, got {value!r:.200}")
     return float(value)
 
 
 def read_json(path: Path) -> dict:
+    """Return the JSON object in `path`. Raises InputError if the file is missing or is no JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise InputError(f"model: cannot read {path}: {e}") from None
     if not isinstance(value, dict):
-        raise InputError(f"model: {path} is not a JSON object")
+        raise InputError(f"model: {path}: must be a JSON object")
     return value

@@ -1,4 +1,7 @@
-"""What a family of models is described by. The families themselves are files of data beside this one."""
+"""Schema of a model family. The families themselves are data in the other files of this folder.
+
+Readers: weight conversion (alignkit/convert.py), config.json (config.py), and vLLM's adapter.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,30 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of Megatron-core's GPTModel, and the tensors of an HF checkpoint that it is made of.
+    """A weight of Megatron-core's GPTModel, and the HF tensors that it consists of.
 
-    megatron: its name, in a layer below ``decoder.layers.N.``. hf: names, in a layer below ``model.layers.N.``, and their
-    shapes in sizes of `Architecture.size`. Where the names say ``{expert}``, every expert has one. cut: how tensor-parallel ranks hold it, which also says how it is put
-    together: by the rows of the padded vocabulary; by KV group, q, k and v of a group together; gate above up, each cut
-    by rows; by columns; or whole, on every rank. fp32: it is of that type, whatever the model's is.
+    Attributes:
+        megatron: Name in Megatron; for a layer's weight, below ``decoder.layers.N.``. A name with ``{expert}`` stands
+            for one weight of every expert.
+        hf: HF names (for a layer's weight, below ``model.layers.N.``) -> shapes, as names for `Architecture.size`.
+        sharding: Tensor-parallel sharding, and so the way in which the HF tensors are combined: "vocabulary": rows of
+            the padded vocabulary; "kv groups": q, k and v interleaved by KV group; "gate and up": gate rows above up
+            rows, each sharded by rows; "columns"; "whole": replicated.
+        fp32: The weight is fp32 in every model.
     """
 
     megatron: str
     hf: Mapping[str, tuple[str, ...]]
-    cut: Literal["vocabulary", "kv groups", "gate and up", "columns", "whole"]
+    sharding: Literal["vocabulary", "kv groups", "gate and up", "columns", "whole"]
     fp32: bool = False
 
     @property
     def per_expert(self) -> bool:
+        """True if every expert has a weight of this name."""
         return "{expert}" in self.megatron
 
-    def of_expert(self, expert: int) -> Weight:
-        """The same with the expert's number in its names."""
+    def for_expert(self, expert: int) -> Weight:
+        """Return this weight for one expert, with the expert's index in its names."""
         names = {name.format(expert=expert): sizes for name, sizes in self.hf.items()}
         return replace(self, megatron=self.megatron.format(expert=expert), hf=names)
 
@@ -50,11 +58,11 @@ ATTENTION = (
     Weight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "q")}, "columns"),
     Weight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": ("hidden",)}, "whole"),
 )
-"""What a layer of every family has."""
+"""Weights of attention and norms in a layer of every family."""
 
 
 def _mlp(width: str) -> tuple[Weight, ...]:
-    """An MLP that all tokens go to."""
+    """Return the weights of a dense MLP. width: name of its intermediate size."""
     return (
         Weight(
             "mlp.linear_fc1.weight",
@@ -66,12 +74,19 @@ def _mlp(width: str) -> tuple[Weight, ...]:
 
 
 LAYER = (*ATTENTION, *_mlp("intermediate"))
-"""What a layer of every dense family has."""
+"""Weights of a layer in every dense family."""
 
 
 def experts_layer(router: str, expert: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
-    """What a layer of a family with experts has. router: HF's name of the router's weight; expert: of one expert, with
-    its number as ``{expert}``; gate, up, down: of its parts."""
+    """Return the weights of an MoE layer.
+
+    Args:
+        router: HF name of the router's weight.
+        expert: HF name of one expert, with ``{expert}`` for its index.
+        gate: HF name of the expert's gate projection.
+        up: HF name of the expert's up projection.
+        down: HF name of the expert's down projection.
+    """
     megatron = "mlp.experts.local_experts.{expert}."
     gate, up, down = (f"{expert}.{part}.weight" for part in (gate, up, down))
     return (
@@ -86,18 +101,22 @@ def experts_layer(router: str, expert: str, gate: str, up: str, down: str) -> tu
     )
 
 
-def choice_bias(bias: str) -> Weight:
-    """What such a layer has beside these where a bias has a part in the choice of experts. bias: HF's name of it."""
-    return Weight(CHOICE_BIAS, {bias: ("experts",)}, "whole", fp32=True)
+def expert_bias(bias: str) -> Weight:
+    """Return the bias that an MoE layer adds to its scores when it selects experts. bias: HF name."""
+    return Weight(EXPERT_BIAS, {bias: ("experts",)}, "whole", fp32=True)
 
 
-CHOICE_BIAS = "mlp.router.expert_bias"
-"""A buffer of Megatron's; all other weights are parameters."""
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""Name of a Megatron buffer; all other weights are parameters."""
 
 
 def shared_expert(expert: str, gate: str | None) -> tuple[Weight, ...]:
-    """What such a layer has beside these for an expert that all tokens go to. expert: HF's name of it; gate: of the weight
-    that makes a factor of its output, one for each token, if there is one."""
+    """Return the weights of an MoE layer's shared expert.
+
+    Args:
+        expert: HF name of the shared expert.
+        gate: HF name of its gate's weight, or None. The gate scales the output by one number for each token.
+    """
     parts = {f"{expert}.{part}_proj.weight": ("shared_intermediate", "hidden") for part in ("gate", "up")}
     return (
         *([Weight(SHARED_GATE, {gate: ("one", "hidden")}, "whole")] if gate else []),
@@ -116,7 +135,7 @@ FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Megatron's names with the TransformerEngine layer spec, whose linears have the norms before them within."""
+"""Norm names in the local layer spec -> names in TransformerEngine's, which fuses a norm into the next linear."""
 
 QK_NORMS = (
     Weight("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": ("head_dim",)}, "whole"),
@@ -133,14 +152,21 @@ QKV_BIASES = (
 
 @dataclass(frozen=True)
 class Experts:
-    """The fields of config.json in which a family with experts says how many there are (either; transformers writes both
-    names), how many of them a token goes to, whether the weights of those are normalized to sum up to 1; None: they
-    always are, and the width of an expert that all tokens go to, if there is one. normalizes: whether the published
-    models' are. shared_counts: that field says instead how many experts make it up, by their width. dense: the fields that
-    say which layers have an MLP in place of experts: "steps" are `mlp_only_layers` and `decoder_sparse_step`, "first" is
-    `first_k_dense_replace`; "": all layers have experts. score: of an expert, by its logit. groups: the fields with the number
-    of equal groups that experts are in, and of those that a token's experts are of. scale: the field with a factor of their
-    weights."""
+    """Experts of an MoE family, mostly as names of config.json fields.
+
+    Attributes:
+        count: Fields with the number of experts; either may be present, as transformers writes both names.
+        top_k: Field with the number of experts for each token.
+        normalize: Field that says whether the top-k weights are normalized to sum to 1; None: always normalized.
+        normalizes: Value of `normalize` in the published models.
+        shared: Field with the width of the shared expert, or None.
+        shared_counts: `shared` is a number of experts instead; the width is that multiple of an expert's.
+        dense: Fields that select the layers with a dense MLP. "steps": `mlp_only_layers` and `decoder_sparse_step`;
+            "first": `first_k_dense_replace`; "": none, all layers have experts.
+        score: Score function of the router's logits.
+        groups: Fields with the number of expert groups, and the number of groups that a token's experts come from.
+        scale: Field with the factor of the routed experts' weights.
+    """
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     top_k: str = "num_experts_per_tok"
@@ -155,40 +181,46 @@ class Experts:
 
     @property
     def fields(self) -> frozenset[str]:
+        """Names of all config.json fields in this description."""
         named = (
             *self.count,
             self.top_k,
             self.normalize,
             self.shared,
-            *_OF_DENSE_LAYERS[self.dense],
+            *_DENSE_LAYER_FIELDS[self.dense],
             *(self.groups or ()),
             self.scale,
         )
         return frozenset(field for field in named if field)
 
 
-_OF_DENSE_LAYERS = {"": (), "steps": ("mlp_only_layers", "decoder_sparse_step"), "first": ("first_k_dense_replace",)}
+_DENSE_LAYER_FIELDS = {"": (), "steps": ("mlp_only_layers", "decoder_sparse_step"), "first": ("first_k_dense_replace",)}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family. Everything that differs between families is a field of this.
+    """A model family: everything that differs between families.
 
-    name: `model_type` in config.json. architecture: HF's class, and vLLM's. layer: the weights of a layer, of a family with
-    experts of one that has them.
-
-    Of config.json: may_be_absent, sizes that follow from others (the other defaults of transformers' classes are the
-    sizes of some one model). rope_base: the rotary base if the config names none; None where transformers and vLLM have
-    different ones. heads_fill_hidden: whether vLLM takes the head's size to be hidden_size / heads, whatever the config
-    says. sliding_window: "unused" unless `use_sliding_window` asks for it; used unless it is "null", or absent; used
-    unless the config says that it "must be null", as transformers' class has a window by default. intermediate: the field
-    with the width of an MLP, or of an expert's. experts: None of a dense family. must_be: fields of its own class that an
-    engine computes with, and what they must be, if they are there. optional: fields that say, each by true or false, whether
-    a layer has further weights, and those. rotary_factor: what part of a head is rotated if the config does not say; None:
-    all of it, always. mtp: the field with the number of further layers, for multi-token prediction, which neither engine runs.
-
-    Of vLLM: file, its model's below `model_executor/models`. structure: classes of a built model that only arrange
-    others. mlp: the attribute of a layer. off: attributes of its attention that must be false, each with the field of a config that turns it on.
+    Attributes:
+        name: `model_type` in config.json.
+        architecture: Model class in HF and vLLM.
+        may_be_absent: Size fields of config.json that may be missing because they follow from others. Other sizes are
+            required: the defaults in transformers are one particular model's.
+        rope_base: Default rotary base; None if transformers and vLLM have different defaults.
+        sliding_window: "unused": ignored unless `use_sliding_window` is set; "null": must be null or missing;
+            "must be null": must be null, because transformers' default is a window.
+        file: vLLM's model file, below `model_executor/models`.
+        structure: vLLM's model classes that only contain other modules.
+        layer: Weights of a layer; in an MoE family, of a layer with experts.
+        heads_fill_hidden: vLLM assumes a head dimension of hidden_size / heads and ignores the config's.
+        intermediate: Field with the width of an MLP, or of an expert.
+        experts: Description of the experts; None in a dense family.
+        must_be: Further fields that affect numerics, with the values they may have if they are present.
+        optional: Boolean fields, each with the weights that a layer has if the field is true.
+        rotary_factor: Default rotated fraction of a head; None: always the whole head.
+        mtp: Field with the number of multi-token prediction layers, which neither engine runs, or None.
+        mlp: Attribute of a vLLM layer with its MLP or experts.
+        off: Attributes of vLLM's attention that must be false, each with the config field that enables it.
     """
 
     name: str
@@ -211,12 +243,12 @@ class Family:
 
     @property
     def dense_layer(self) -> tuple[Weight, ...]:
-        """The weights of a layer without experts, in a family with them."""
+        """Weights of an MoE family's layer without experts."""
         return (*(w for w in self.layer if not w.megatron.startswith("mlp.")), *_mlp("dense_intermediate"))
 
     @property
     def fields(self) -> frozenset[str]:
-        """Those of config.json that not every family has, and that are read."""
+        """Fields of config.json that are read for this family in addition to `fields.READ`."""
         fields = {self.intermediate, *(field for field, _ in self.optional)}
         fields |= self.experts.fields if self.experts else set()
         fields |= {"partial_rotary_factor"} if self.rotary_factor else set()

@@ -1,6 +1,7 @@
-"""The fields of config.json that alignkit knows, whatever the family. They fall into four kinds.
+"""Fields of config.json that alignkit knows in every family, in four categories.
 
-Any other is let through if it holds no number and turns nothing on (null, false, a name), else refused.
+An unknown field is accepted if it is null, false or a string, and rejected otherwise. A field belongs to HARMLESS only
+if neither engine reads it for logprobs. `config` reads the tables.
 """
 
 READ = frozenset(
@@ -10,7 +11,7 @@ READ = frozenset(
     sliding_window rope_theta rope_scaling rope_parameters
     """.split()
 )
-"""Those that `config` reads; of a family with experts, also those that it names."""
+"""Fields that `config` reads; an MoE family adds its own."""
 
 MUST_BE_OFF = frozenset(
     """
@@ -19,7 +20,7 @@ MUST_BE_OFF = frozenset(
     is_encoder_decoder add_cross_attention mlp_only_layers router_jitter_noise
     """.split()
 )
-"""Those that an engine computes with, if they are on."""
+"""Fields that affect numerics if they are set, and so must be false, 0, empty or null."""
 
 MUST_BE = {
     "partial_rotary_factor": (1, None),
@@ -28,23 +29,21 @@ MUST_BE = {
     "is_causal": (True,),
     "decoder_sparse_step": (1, None),
 }
-"""Those that an engine computes with, and what they must be, if they are there."""
+"""Fields that affect numerics, with the values they may have if they are present."""
 
 HARMLESS = frozenset(
     """
-    _name_or_path name_or_path _commit_hash auto_map transformers_version torch_dtype dtype
-    _attn_implementation_autoset is_llama_config transformers.js_config unsloth_fixed tokenizer_class torchscript use_cache bos_token_id eos_token_id
-    pad_token_id sep_token_id cls_token_id decoder_start_token_id max_window_layers max_sequence_length
-    max_seq_len max_seq_length model_max_length seq_length initializer_range attention_dropout hidden_dropout
-    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate
-    chunk_size_feed_forward is_decoder cross_attention_hidden_size tie_encoder_decoder pruned_heads use_bfloat16
-    tf_legacy_loss id2label label2id num_labels problem_type finetuning_task task_specific_params do_sample
-    temperature top_k top_p typical_p min_length max_length max_new_tokens early_stopping num_beams
-    num_beam_groups num_return_sequences diversity_penalty length_penalty repetition_penalty
-    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens
-    forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty remove_invalid_values
+    _name_or_path name_or_path _commit_hash auto_map transformers_version torch_dtype dtype _attn_implementation_autoset
+    is_llama_config transformers.js_config unsloth_fixed tokenizer_class torchscript use_cache bos_token_id eos_token_id
+    pad_token_id sep_token_id cls_token_id decoder_start_token_id max_window_layers max_sequence_length max_seq_len
+    max_seq_length model_max_length seq_length initializer_range attention_dropout hidden_dropout output_attentions
+    output_hidden_states output_scores return_dict return_dict_in_generate chunk_size_feed_forward is_decoder
+    cross_attention_hidden_size tie_encoder_decoder pruned_heads use_bfloat16 tf_legacy_loss id2label label2id
+    num_labels problem_type finetuning_task task_specific_params do_sample temperature top_k top_p typical_p min_length
+    max_length max_new_tokens early_stopping num_beams num_beam_groups num_return_sequences diversity_penalty
+    length_penalty repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty remove_invalid_values
     output_router_logits router_aux_loss_coef
     """.split()
 )
-"""Those that change no logprob: names, versions, token ids, lengths that only limit, what sampling, training and
-classification take from a config."""
+"""Fields that do not affect logprobs: names, versions, token ids, length limits, sampling, training, classification."""

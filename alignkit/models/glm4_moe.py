@@ -1,6 +1,9 @@
-"""GLM-4.5: experts by sigmoid scores and a bias, beside them one that all tokens go to; half of a head is rotated."""
+"""GLM-4.5 as data: MoE with sigmoid scores, an expert bias and a shared expert; half of each head is rotated.
 
-from alignkit.models.family import QK_NORMS, QKV_BIASES, Experts, Family, choice_bias, experts_layer, shared_expert
+`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+"""
+
+from alignkit.models.family import QK_NORMS, QKV_BIASES, Experts, Family, expert_bias, experts_layer, shared_expert
 
 GLM4_MOE = Family(
     name="glm4_moe",
@@ -19,7 +22,7 @@ GLM4_MOE = Family(
     ),
     layer=(
         *experts_layer("mlp.gate.weight", "mlp.experts.{expert}", "gate_proj", "up_proj", "down_proj"),
-        choice_bias("mlp.gate.e_score_correction_bias"),
+        expert_bias("mlp.gate.e_score_correction_bias"),
         *shared_expert("mlp.shared_experts", None),
     ),
     intermediate="moe_intermediate_size",

@@ -1,4 +1,7 @@
-"""Llama: the plain dense family."""
+"""Llama as data: the plain dense family.
+
+`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+"""
 
 from alignkit.models.family import Family
 

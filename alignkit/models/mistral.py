@@ -1,4 +1,7 @@
-"""Mistral without a sliding window: Llama's layers."""
+"""Mistral without a sliding window as data: Llama's layers.
+
+`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+"""
 
 from alignkit.models.family import Family
 

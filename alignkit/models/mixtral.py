@@ -1,4 +1,7 @@
-"""Mixtral without a sliding window: Mistral's attention, and experts."""
+"""Mixtral without a sliding window as data: Mistral's attention with MoE layers.
+
+`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+"""
 
 from alignkit.models.family import Experts, Family, experts_layer
 

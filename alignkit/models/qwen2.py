@@ -1,4 +1,7 @@
-"""Qwen2: q, k and v have biases."""
+"""Qwen2 as data: Llama's layers with QKV biases.
+
+`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+"""
 
 from alignkit.models.family import LAYER, QKV_BIASES, Family
 

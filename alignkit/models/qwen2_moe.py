@@ -1,4 +1,7 @@
-"""Qwen2-MoE: Qwen2 with experts in place of MLPs, of every one or of some, beside them one that all tokens go to."""
+"""Qwen2-MoE as data: Qwen2 with routed experts and a gated shared expert in all or some layers.
+
+`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+"""
 
 from alignkit.models.family import QKV_BIASES, Experts, Family, experts_layer, shared_expert
 

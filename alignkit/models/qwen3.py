@@ -1,4 +1,7 @@
-"""Qwen3: q and k have norms."""
+"""Qwen3 as data: Llama's layers with norms of queries and keys.
+
+`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+"""
 
 from alignkit.models.family import LAYER, QK_NORMS, Family
 

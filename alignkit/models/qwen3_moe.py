@@ -1,4 +1,7 @@
-"""Qwen3-MoE: Qwen3 with experts in place of MLPs, of every one or of some."""
+"""Qwen3-MoE as data: Qwen3 with routed experts in all or some layers.
+
+`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+"""
 
 from alignkit.models.family import QK_NORMS, Experts, Family, experts_layer
 

@@ -1,4 +1,7 @@
-"""The ops of the contract. Each folder holds the public function, a reference and its backends."""
+"""Ops of the contract. Each folder holds the public functions, a reference implementation and the backends.
+
+Public: names and signatures are documented in docs/api/ops.md.
+"""
 
 from .attention import attention, paged_attention
 from .linear import linear, row_parallel_linear

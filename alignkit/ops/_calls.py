@@ -1,4 +1,4 @@
-"""How ops are called: the floating-point mode they run in, and what autograd may ask of them."""
+"""Decorators of ops: floating-point environment, supported torch modes, and rejection of double backward."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ._common import check_plain
 
 _C = ctypes.CDLL(None)
 _DEFAULT = ctypes.c_void_p(-1)
-"""FE_DFL_ENV: to nearest, denormals kept."""
+"""hardware: FE_DFL_ENV: rounding to nearest, denormals preserved."""
 _ONE, _HALF, _MORE, _TINY = 1.0, 2.0**-53, 1.5 * 2.0**-53, 2.0**-1074
-"""Variables: what is written out is computed when Python compiles."""
+"""hardware: operands of the mode probe; variables, because CPython folds constant expressions at compile time."""
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-def _default() -> bool:
-    """Whether this thread rounds to nearest and keeps denormals."""
+def _is_default_mode() -> bool:
+    """Return whether this thread rounds to nearest and preserves denormals."""
     return _ONE + _HALF == _ONE < _ONE + _MORE and _TINY * _ONE > 0.0
 
 
 @contextlib.contextmanager
 def _default_mode():
-    """This thread rounds to nearest and keeps denormals."""
-    saved = ctypes.create_string_buffer(128)  # a fenv_t, of 32 bytes or fewer
+    """Set this thread to rounding to nearest with denormals within the block."""
+    saved = ctypes.create_string_buffer(128)  # a fenv_t takes at most 32 bytes
     _C.fegetenv(saved)
     _C.fesetenv(_DEFAULT)
     try:
@@ -39,39 +39,42 @@ def _default_mode():
 
 
 def in_default_mode(function: Callable) -> Callable:
-    """Decorator: numbers are rounded on the calling thread, so it has the default mode meanwhile."""
+    """Decorate a function so that it runs in the default floating-point mode: it computes on the calling thread."""
 
     @functools.wraps(function)
-    def called(*args, **kwargs):
-        if _default():
+    def wrapper(*args, **kwargs):
+        if _is_default_mode():
             return function(*args, **kwargs)
         with _default_mode():
             return function(*args, **kwargs)
 
-    return called
+    return wrapper
 
 
 def op(function: Callable) -> Callable:
-    """Decorator of what users call: in the default mode, and not where torch makes tensors without memory of their own."""
+    """Decorate a public op: default floating-point mode; reject torch modes whose tensors have no memory."""
     function = in_default_mode(function)
 
     @functools.wraps(function)
-    def called(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         if torch._C._get_dispatch_mode(_FAKE) is not None:
-            raise UnsupportedError(f"{function.__name__}: not under FakeTensorMode, where tensors have no memory")
+            raise UnsupportedError(f"{function.__name__}: unsupported under FakeTensorMode, where tensors lack memory")
         if torch._C._are_functorch_transforms_active():
-            raise UnsupportedError(f"{function.__name__}: not inside a transform of torch.func (grad, vmap, ...)")
+            raise UnsupportedError(f"{function.__name__}: unsupported inside torch.func transforms (grad, vmap, ...)")
         return function(*args, **kwargs)
 
-    return called
+    return wrapper
 
 
 def in_torch(function: Callable) -> Callable:
-    """Decorator of what is computed by torch on a CPU, and slow anyway. torch's own threads may be in another mode, so there
-    is one thread; and its products follow autocast and, in oneDNN, `torch.set_float32_matmul_precision`, so there is neither."""
+    """Decorate reference code computed by torch on a CPU so that its bits do not depend on torch's settings.
+
+    It runs on one thread, because torch's worker threads may have another floating-point mode. Autocast and oneDNN are
+    disabled; oneDNN's GEMMs follow `torch.set_float32_matmul_precision`.
+    """
 
     @functools.wraps(function)
-    def called(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         threads, onednn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
         torch.set_num_threads(1)
         torch._C._set_mkldnn_enabled(False)
@@ -82,11 +85,11 @@ def in_torch(function: Callable) -> Callable:
             torch._C._set_mkldnn_enabled(onednn)
             torch.set_num_threads(threads)
 
-    return called
+    return wrapper
 
 
-class _Final(torch.autograd.Function):
-    """The first `count` tensors as they are; they depend on the others, but how is not known."""
+class _NoDoubleBackward(torch.autograd.Function):
+    """Identity of the first `count` tensors, with a dependency on all tensors whose gradient raises."""
 
     @staticmethod
     def forward(ctx, op, count, *tensors):
@@ -95,18 +98,21 @@ class _Final(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise UnsupportedError(f"{ctx.op}: the gradient of a gradient is not supported")
+        raise UnsupportedError(f"{ctx.op}: double backward (the gradient of a gradient) is not supported")
 
 
-def final(op: str, results: tuple, sources) -> tuple:
-    """`results`, tensors or None, such that to differentiate them by one of `sources`, or by what these were made of, is
-    refused in the name of `op`."""
+def forbid_double_backward(op: str, results: tuple, sources) -> tuple:
+    """Return `results` (tensors or None), attached to `sources` so that their backward raises UnsupportedError."""
     sources = [t for t in sources if t is not None and t.requires_grad]
-    return _Final.apply(op, len(results), *results, *sources) if sources and torch.is_grad_enabled() else results
+    return (
+        _NoDoubleBackward.apply(op, len(results), *results, *sources)
+        if sources and torch.is_grad_enabled()
+        else results
+    )
 
 
-def _incoming(name: str, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient as autograd hands it over, as memory that holds its values."""
+def _materialized(name: str, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Return an incoming gradient as a plain tensor: materialize zero tensors and pending negations."""
     if grad is None:
         return None
     if grad.layout == torch.strided and (grad._is_zerotensor() or grad.is_neg()):
@@ -116,23 +122,25 @@ def _incoming(name: str, grad: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def differentiable_once(op: str) -> Callable:
-    """Class decorator of an autograd Function: its gradients are constants, which would silently be wrong where they are
-    differentiated again; so that is refused by name. What a gradient depends on are the gradient that comes in, and inputs
-    and outputs, which `forward` saves as they are. It may set ctx.op to a better name."""
+    """Decorate an autograd Function so that double backward raises UnsupportedError instead of giving wrong results.
+
+    Its gradients depend on the incoming gradients and on the tensors that `forward` saves. `forward` may set `ctx.op`
+    to override the op's name in the error.
+    """
 
     def decorate(function: type) -> type:
         backward = function.backward
 
         @functools.wraps(backward)
-        def once(ctx, *grads):
+        def backward_once(ctx, *grads):
             name = getattr(ctx, "op", op)
-            with torch.no_grad(), contextlib.nullcontext() if _default() else _default_mode():
-                out = backward(ctx, *(_incoming(f"{name}: the gradient of a result", g) for g in grads))
+            with torch.no_grad(), contextlib.nullcontext() if _is_default_mode() else _default_mode():
+                out = backward(ctx, *(_materialized(f"{name}: the gradient of a result", g) for g in grads))
             if not torch.is_grad_enabled():
                 return out
-            return final(name, out if isinstance(out, tuple) else (out,), (*ctx.saved_tensors, *grads))
+            return forbid_double_backward(name, out if isinstance(out, tuple) else (out,), (*ctx.saved_tensors, *grads))
 
-        function.backward = staticmethod(once)
+        function.backward = staticmethod(backward_once)
         return function
 
     return decorate

@@ -1,4 +1,8 @@
-"""Checks that several ops share, and the exact arithmetic that references are written in."""
+"""Argument checks shared by the ops, and the exact arithmetic of the reference implementations.
+
+`fma`, `exp`, `tree` and `lane_sum` define bits of the CPU contract (docs/contract.md): every operation is significant.
+Tests compare the texts of errors.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,8 @@ def require(condition: bool, message: str) -> None:
         raise InputError(message)
 
 
-def looks(device: torch.device) -> bool:
-    """Whether values on `device` are looked at on the host before they are used: on a GPU that waits for it, so only if
-    `tp.strict()`."""
+def checks_values(device: torch.device) -> bool:
+    """Return whether the host validates tensor values on `device`; on a GPU, only in strict mode (synchronizes)."""
     return families.on_host(device) or strict()
 
 
@@ -35,11 +38,11 @@ _PLAIN = torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAcces
 
 
 def check_plain(name: str, t) -> None:
-    """`t` is a tensor whose values lie in memory as its strides say: what kernels read."""
+    """Require a plain strided tensor whose values are in memory, as kernels read them."""
     if not isinstance(t, torch.Tensor):
         raise InputError(f"{name}: expected a tensor, got {type(t).__name__}")
     if isinstance(t, UninitializedTensorMixin):
-        raise InputError(f"{name}: a parameter that is not initialized yet")
+        raise InputError(f"{name}: expected an initialized tensor, got an uninitialized parameter")
     if type(t).__torch_dispatch__ is not _PLAIN:  # pyright: ignore[reportAttributeAccessIssue]
         raise InputError(f"{name}: expected a plain tensor, got {type(t).__name__}")
     if t.layout != torch.strided:
@@ -47,19 +50,19 @@ def check_plain(name: str, t) -> None:
     if t.is_nested:
         raise InputError(f"{name}: expected a dense tensor, got a nested one")
     if t.is_neg():
-        raise InputError(f"{name}: a view whose sign torch keeps for later; give {name}.resolve_neg()")
+        raise InputError(f"{name}: expected a tensor without pending negation; pass {name}.resolve_neg()")
     try:
         memory = t.data_ptr()
     except RuntimeError:
-        raise InputError(f"{name}: a tensor of torch.func or vmap, which alignkit's ops cannot transform") from None
+        raise InputError(f"{name}: expected a plain tensor, got one of torch.func or vmap (unsupported)") from None
     if torch._is_functional_tensor(t) or (not memory and t.numel() and t.device.type != "meta"):
         raise InputError(f"{name}: its {t.numel()} elements have no memory")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
-        raise InputError(f"{name}: has a tangent; forward-mode differentiation is not supported")
+        raise InputError(f"{name}: has a tangent, but forward-mode differentiation is not supported")
 
 
 def rows_shape(t) -> torch.Size:
-    """All but the last dimension of what `check_tensor` may yet find to be no argument."""
+    """Return all but the last dimension of t, or () if t is not a valid tensor (rejected by a later check)."""
     try:
         check_plain("", t)
     except InputError:
@@ -68,10 +71,10 @@ def rows_shape(t) -> torch.Size:
 
 
 def check_tensor(name: str, t, ndim: int | None = None, dtypes=DTYPES) -> None:
-    """`t` is a dense tensor of one of `dtypes`, with `ndim` dimensions (at least one if None)."""
+    """Require a dense tensor of one of `dtypes`, with `ndim` dimensions (at least one if None)."""
     check_plain(name, t)
     if t.dtype not in dtypes:
-        raise InputError(f"{name}: dtype {t.dtype} is none of {', '.join(map(str, dtypes))}")
+        raise InputError(f"{name}: dtype must be one of {', '.join(map(str, dtypes))}, got {t.dtype}")
     if ndim is None and t.ndim == 0:
         raise InputError(f"{name}: expected at least one dimension")
     if ndim is not None and t.ndim != ndim:
@@ -79,17 +82,17 @@ def check_tensor(name: str, t, ndim: int | None = None, dtypes=DTYPES) -> None:
 
 
 def check_device(name: str, t: torch.Tensor) -> None:
-    """There is a backend for the device of `t`, on which the other tensors are too."""
+    """Require a backend for the device of `t`."""
     try:
-        dispatch.name(t.device)
+        dispatch.backend_of(t.device)
     except BackendError as e:
-        if families.of_type(t.device) is not None:  # of the machine, not of the argument
+        if families.of_type(t.device) is not None:  # a problem of the machine, not of the argument
             raise
         raise BackendError(f"{name}: {e}") from None
 
 
 def check_number(name: str, value, positive: bool = True) -> float:
-    """A number of Python or numpy, finite in fp32, and positive there unless `positive` is false; as a float."""
+    """Require a Python or numpy number, finite and (with `positive`) positive in fp32; return it as a float."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise InputError(f"{name}: expected a number, got {type(value).__name__}")
     try:
@@ -97,16 +100,16 @@ def check_number(name: str, value, positive: bool = True) -> float:
     except OverflowError:
         number = math.inf
     if not abs(number) <= torch.finfo(torch.float32).max:
-        raise InputError(f"{name}: {value} is not finite" + " in fp32" * math.isfinite(number))
+        raise InputError(f"{name}: must be finite{' in fp32' * math.isfinite(number)}, got {value}")
     if positive and not number > 0:
-        raise InputError(f"{name}: {value} is not positive")
+        raise InputError(f"{name}: must be positive, got {value}")
     if positive and number < 2.0**-149:
-        raise InputError(f"{name}: {value} is 0 in fp32")
+        raise InputError(f"{name}: must be positive in fp32, got {value}")
     return number
 
 
 def check_int(name: str, value, least: int = -(2**63)) -> int:
-    """An integer of Python or numpy, of 64 bits, and `least` or more."""
+    """Require a Python or numpy integer in [least, 2^63); return it as an int."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise InputError(
             f"{name}: expected an integer, got {type(value).__name__}"
@@ -114,28 +117,28 @@ def check_int(name: str, value, least: int = -(2**63)) -> int:
         )
     number = int(value)
     if number < least:
-        raise InputError(f"{name}: {number} is " + {0: "negative", 1: "not positive"}.get(least, f"below {least}"))
+        raise InputError(f"{name}: must be at least {least}, got {number}")
     if number >= 2**63:
-        raise InputError(f"{name}: {number} does not fit 64 bits")
+        raise InputError(f"{name}: must fit in 64 bits, got {number}")
     return number
 
 
 def check_flag(name: str, value) -> bool:
-    """True or False, of Python or numpy."""
+    """Require a Python or numpy bool; return it as a bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise InputError(f"{name}: expected True or False, got {type(value).__name__}")
     return bool(value)
 
 
 def check_tp(tp, name: str = "tp") -> TP:
-    """A group of ranks, or None for this process alone."""
+    """Require a `TP` or None; return the group, `SINGLE` for None."""
     if tp is not None and not isinstance(tp, TP):
         raise InputError(f"{name}: expected an alignkit.dist.TP or None, got {type(tp).__name__}")
     return tp or SINGLE
 
 
-def check_apart(name: str, t: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
-    """`t`, which is written to, shares no memory with tensors that are read meanwhile. Their views count whole."""
+def check_no_overlap(name: str, t: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
+    """Require that the output `t` shares no memory with input tensors; strided views count with their gaps."""
 
     def memory(t: torch.Tensor) -> tuple[int, int]:
         last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
@@ -145,11 +148,11 @@ def check_apart(name: str, t: torch.Tensor, others: dict[str, torch.Tensor | Non
         if isinstance(other, torch.Tensor) and other.device == t.device and other.numel() and t.numel():
             (begin, end), (other_begin, other_end) = memory(t), memory(other)
             if begin < other_end and other_begin < end:
-                raise InputError(f"{name}: shares memory with {other_name}")
+                raise InputError(f"{name}: must not share memory with {other_name}")
 
 
 def check_like(name: str, t, like_name: str, like: torch.Tensor) -> None:
-    """`t` has the type and device of `like`."""
+    """Require that `t` has the dtype and device of `like`."""
     if t.dtype != like.dtype:
         raise InputError(f"{name}: dtype {t.dtype} differs from {like_name}'s {like.dtype}")
     if t.device != like.device:
@@ -157,15 +160,15 @@ def check_like(name: str, t, like_name: str, like: torch.Tensor) -> None:
 
 
 def check_weight(x: torch.Tensor, weight, bias, name: str = "x", dtypes=DTYPES) -> None:
-    """weight [N, K] and bias [N] or None fit x [..., K], of one of `dtypes`; `name` is what the caller calls x."""
+    """Require weight [N, K] and bias [N] or None to match x [..., K], of one of `dtypes`; `name` is x's name."""
     check_tensor(name, x, dtypes=dtypes)
     check_device(name, x)
     check_tensor("weight", weight, 2, dtypes)
     check_like("weight", weight, name, x)
     if weight.shape[1] != x.shape[-1]:
-        raise InputError(f"weight: shape {tuple(weight.shape)} does not fit {name} of shape {tuple(x.shape)}")
+        raise InputError(f"weight: shape {tuple(weight.shape)} does not match {name} of shape {tuple(x.shape)}")
     if min(weight.shape) == 0:
-        raise InputError(f"weight: empty, shape {tuple(weight.shape)}")
+        raise InputError(f"weight: must not be empty, got shape {tuple(weight.shape)}")
     if bias is not None:
         check_tensor("bias", bias, dtypes=dtypes)
         if tuple(bias.shape) != (weight.shape[0],):
@@ -174,17 +177,17 @@ def check_weight(x: torch.Tensor, weight, bias, name: str = "x", dtypes=DTYPES) 
 
 
 def unit(t: torch.Tensor) -> torch.Tensor:
-    """t with unit stride in the last dim."""
+    """Return t with unit stride in the last dim."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def rows(t: torch.Tensor) -> torch.Tensor:
-    """t [..., N] as [rows, N] with unit stride in the last dim; copied only where no view is that."""
+def as_rows(t: torch.Tensor) -> torch.Tensor:
+    """Return t [..., N] as [rows, N] with unit stride in the last dim; a view if possible."""
     return unit(t.reshape(math.prod(t.shape[:-1]), t.shape[-1]))
 
 
 def rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 t in `dtype`, rounded to nearest."""
+    """Return fp32 t rounded to `dtype`."""
     if t.dtype == dtype:
         return t
     out = torch.empty(t.shape, dtype=dtype, device=t.device)
@@ -193,18 +196,18 @@ def rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def round_into(out: torch.Tensor, t: torch.Tensor) -> None:
-    """Contiguous out <- fp32 t, rounded to nearest. On a CPU not by torch, whose threads may be in another mode."""
-    if t.dtype == out.dtype or dispatch.name(t.device) != families.NATIVE:
+    """Round fp32 t into contiguous `out`; on a CPU by alignkit's kernels, since torch's threads may differ in mode."""
+    if t.dtype == out.dtype or dispatch.backend_of(t.device) != families.NATIVE:
         out.copy_(t)
     elif t.numel():
-        native.round(rows(t), out.view(-1, out.shape[-1]))
+        native.round(as_rows(t), out.view(-1, out.shape[-1]))
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c in fp32 with one rounding, exactly.
+    """Return the fp32 fused multiply-add a * b + c, rounded once.
 
-    The product is exact in float64. The sum is rounded to odd there (its last bit records that something was
-    lost), after which rounding to fp32 is the rounding of the exact value.
+    The product is exact in float64. The float64 sum is rounded to odd (its last bit records inexactness), so that
+    rounding it to fp32 equals rounding the exact value.
     """
     p, c = a.double() * b.double(), c.double()
     s = p + c
@@ -217,7 +220,7 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """exp of fp32 as the contract computes it: x = n ln2 + r, a Taylor polynomial of degree 7 in r, times 2^n."""
+    """Compute e^x in fp32 by the CPU contract: x = n ln2 + r; a degree-7 Taylor polynomial in r, times 2^n."""
 
     def f(v):
         return torch.full_like(x, v)
@@ -234,7 +237,7 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def tree(parts: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dim (a power of two) by halving: lane i takes lane i + half."""
+    """Sum over the last dim (a power of two) by halving: lane i adds lane i + half."""
     while parts.shape[-1] > 1:
         half = parts.shape[-1] // 2
         parts = parts[..., :half] + parts[..., half:]
@@ -242,7 +245,7 @@ def tree(parts: torch.Tensor) -> torch.Tensor:
 
 
 def lane_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dim of a * b: lane j % 16 is a chain of fma over ascending j; the lanes join by `tree`."""
+    """Sum a * b over the last dim: lane j % 16 is a chain of fma over ascending j; `tree` adds the lanes."""
     pad = -a.shape[-1] % SUM_LANES
     a, b = (torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, SUM_LANES)) for t in (a, b))
     s = torch.zeros_like(a[..., 0, :])

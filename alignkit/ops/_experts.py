@@ -1,4 +1,7 @@
-"""The sum over experts in torch, which the references of the ops of mixture of experts share."""
+"""The sum over experts in torch, shared by the reference implementations of the MoE ops.
+
+The order of summation is the contract's (docs/contract.md, "Mixture of experts").
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from ..contract.experts import ExpertTree
 
 
 def tree_over_experts(parts: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dim [..., n experts] by the contract's tree, absent leaves 0; a zero comes out positive."""
+    """Sum [..., n] over its n experts by the contract's tree, absent leaves being 0; a zero result is +0."""
     tree = ExpertTree.of(parts.shape[-1])
     parts = parts.unflatten(-1, (tree.groups, tree.run))
     parts = torch.nn.functional.pad(parts, (0, tree.width - tree.run)).flatten(-2)

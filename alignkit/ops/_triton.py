@@ -1,4 +1,7 @@
-"""What the kernels in Triton share."""
+"""Helpers shared by the Triton kernels: exponential, fixed-point rounding and sums in the contract's order.
+
+Every operation decides bits of the sm90 family. `launch` disables fusion, so `a * b + c` has two roundings.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,34 @@ import triton.language as tl
 
 from ..runtime.launch import launch
 
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(1.4426950408889634)  # contract: factor of exp
 
 
 @triton.jit
 def exp(x):
-    """2^(x log2 e) by the hardware's ex2."""
+    """Compute e^x as ex2(x * log2 e)."""
     return tl.exp2(x * LOG2E)
 
 
 @triton.jit
-def fixed(v):
-    """v in [0, 1] as a multiple of 2^-23, int32: adding 1 rounds it, to nearest, and leaves the multiple in the low
-    bits."""
+def to_fixed_point(v):
+    """Return rint(2^23 v) of v in [0, 1] as int32: adding 1 rounds v and leaves the integer in the mantissa."""
     return (v + 1.0).to(tl.int32, bitcast=True) - 0x3F800000
 
 
 @triton.jit
 def tree_sum(x, LEVELS: tl.constexpr):
-    """Balanced tree over the last axis of x [R, 2^LEVELS], neighbours first. A pair has one sum, so no layout can
-    change a bit."""
+    """Sum x [R, 2^LEVELS] over its last axis by the balanced tree, neighbors first.
+
+    Each reduction adds two values, so register layouts cannot change the order.
+    """
     for _ in tl.static_range(LEVELS):
         x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), axis=2)
     return tl.reshape(x, (x.shape[0],))
 
 
 def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -44,7 +49,7 @@ def _exp_of(X, Y, n, BLOCK: tl.constexpr):
 
 
 def exp_of(x: torch.Tensor) -> torch.Tensor:
-    """`exp` of each element of fp32 x."""
+    """Return `exp` of each element of fp32 x."""
     x = x.contiguous()
     y = torch.empty_like(x)
     if n := x.numel():
@@ -53,8 +58,10 @@ def exp_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Over the last dim, in RMSNorm's order: products, each rounded, padded with zeros to a power of two, by the balanced
-    tree."""
+    """Sum a * b over the last dim in RMSNorm's sm90 order.
+
+    The rounded products, padded with zeros to a power of two, are added by the balanced tree.
+    """
     n = a.shape[-1]
     parts = torch.nn.functional.pad(a * b, (0, next_power_of_2(n) - n))
     while parts.shape[-1] > 1:

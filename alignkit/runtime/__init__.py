@@ -1,2 +1,6 @@
-"""What runs the ops: the device families (families.py), who computes an op (dispatch.py), how kernels are launched
-(launch.py), and the libraries they lie in (native.py, cuda.py, built.py), with the proof that bits hold here (shown.py)."""
+"""Runtime of the ops.
+
+- families.py: device families; dispatch.py: kernel selection; launch.py, operands.py: Triton kernel launches.
+- native.py, cuda.py, built.py: the compiled libraries and their consistency checks.
+- validated.py: validation of the installed versions by golden bits.
+"""

@@ -1,5 +1,8 @@
-"""Loads what setup.py built, if it is of this alignkit: a library says from which sources it was built, and where the
-fields of its structs lie. Another one would compute other bits, or read arguments from the wrong places."""
+"""Loading and checking of the kernel libraries that setup.py built.
+
+A library reports the hash of its sources and the layout of its structs. A mismatch with the package is an error: the
+library would compute different bits or misread its arguments. csrc/interface.h defines the names that libraries export.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,37 @@ from .. import _sources
 from ..errors import BackendError
 from .families import PACKAGE
 
-AGAIN = "install alignkit again (in a checkout: `make kernels`) and restart Python"
+REINSTALL = "reinstall alignkit (in a checkout: `make kernels`) and restart Python"
+"""Remedy in the error messages."""
 
 
 class _Field(ctypes.Structure):
-    """AlignkitField of csrc/interface.h."""
+    """The struct AlignkitField of csrc/interface.h."""
 
     _fields_ = [("name", ctypes.c_char_p), ("offset", ctypes.c_size_t), ("size", ctypes.c_size_t)]
 
 
 def load(library: Path, part: str) -> ctypes.CDLL:
-    """The library of csrc/`part`. Raises BackendError if it was built from other sources than this alignkit's."""
+    """Load the library of csrc/`part`; raise BackendError if it was built from different sources."""
     try:
         lib = ctypes.CDLL(str(library))
     except OSError as e:
-        raise BackendError(f"{library.name} cannot be loaded ({e}): {AGAIN}") from None
+        raise BackendError(f"{library.name}: cannot be loaded ({e}); {REINSTALL}") from None
     try:
         lib.alignkit_sources.restype = ctypes.c_char_p
         found = lib.alignkit_sources().decode()
-    except AttributeError:  # of a time when libraries did not say
+    except AttributeError:  # built before libraries reported their sources
         found = "unknown"
     wanted = _expected(part)
     if found != wanted:
         raise BackendError(
-            f"{library.name} was built from other sources ({found[:12]}) than those of this alignkit "
-            f"({wanted[:12]}): {AGAIN}"
+            f"{library.name}: must be built from this alignkit's sources ({wanted[:12]}), got {found[:12]}; {REINSTALL}"
         )
     return lib
 
 
 def _expected(part: str) -> str:
-    """The hash of the sources beside the package, else of those that it was installed from."""
+    """Return the hash of the sources beside the package, or else the hash recorded at installation."""
     sources = _sources.of(part)
     if sources is not None:
         return sources
@@ -49,26 +52,26 @@ def _expected(part: str) -> str:
         return json.loads((PACKAGE / _sources.BUILT).read_text())[part]
     except (OSError, ValueError, KeyError):
         raise BackendError(
-            f"{_sources.BUILT} of the package does not say from which sources the kernels of {part} were built: {AGAIN}"
+            f"{_sources.BUILT}: lacks the hash of the sources that the {part} kernels were built from; {REINSTALL}"
         ) from None
 
 
 def check_layout(lib: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) -> None:
-    """Raises BackendError unless the fields of `struct` have the names and places of those of the C struct `name`."""
+    """Raise BackendError unless `struct` has the field names, offsets and sizes of the C struct `name`."""
     try:
         table = ctypes.pointer(_Field.in_dll(lib, f"alignkit_layout_{name}"))
     except ValueError:
-        raise BackendError(f"{name}: the library does not say where this struct's fields lie: {AGAIN}") from None
-    there = []
-    while table[len(there)].name is not None:
-        there.append((table[len(there)].name.decode(), table[len(there)].offset, table[len(there)].size))
+        raise BackendError(f"{name}: the library does not report the layout of this struct; {REINSTALL}") from None
+    expected = []
+    while table[len(expected)].name is not None:
+        expected.append((table[len(expected)].name.decode(), table[len(expected)].offset, table[len(expected)].size))
     fields = [(field[0], getattr(struct, field[0])) for field in struct._fields_]
-    here = [("", 0, ctypes.sizeof(struct)), *((field, at.offset, at.size) for field, at in fields)]
-    if here != there:
+    actual = [("", 0, ctypes.sizeof(struct)), *((field, member.offset, member.size) for field, member in fields)]
+    if actual != expected:
         different = sorted(
-            f"{what or 'the whole'} at {offset}, {size} bytes" for what, offset, size in set(here) ^ set(there)
+            f"{field or 'the whole'} at {offset}, {size} bytes" for field, offset, size in set(actual) ^ set(expected)
         )
         raise BackendError(
-            f"{name}: Python and the library disagree about the fields of this struct "
-            f"({'; '.join(different) or 'their order'}): {AGAIN}"
+            f"{name}: the struct's layout differs between Python and the library "
+            f"({'; '.join(different) or 'order of fields'}); {REINSTALL}"
         )

@@ -1,7 +1,7 @@
-"""Loads the CUDA kernels of csrc/sm90 through ctypes.
+"""ctypes bindings of the CUDA kernels of csrc/sm90.
 
-The library has a plain C interface, so one build serves every torch and Python version. It holds its own CUDA
-runtime and finds the driver when a kernel is launched: loading it takes no GPU.
+The library has a plain C interface, so one build serves every torch and Python version. It links the CUDA runtime
+statically and finds the driver at the first launch, so loading it needs no GPU.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from . import built, families
 
 LIBRARY = families.SM90.library
 ABSENT = "no nvcc 12.8 or newer was found when alignkit was installed"
-"""Why there may be no library: with such an nvcc, an installation that cannot build it fails."""
+"""The only reason for a missing library: with such an nvcc, a failed build fails the installation."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernel library. Raises BackendError where the package was installed without it, and for one that was built
-    from other sources."""
+    """Return the kernel library; raise BackendError if it is missing or was built from different sources."""
     if not LIBRARY.exists():
         raise BackendError(f"alignkit's CUDA kernels were not built: {ABSENT}")
     lib = built.load(LIBRARY, families.SM90.part)
@@ -35,12 +34,12 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def available() -> bool:
-    """Whether the kernels are built. Raises BackendError if they are, but from other sources."""
+    """Return whether the kernels are built; raise BackendError if they were built from different sources."""
     return LIBRARY.exists() and library() is not None
 
 
 def mirrors(struct: str) -> Callable[[type[ctypes.Structure]], type[ctypes.Structure]]:
-    """Of a class with the fields of a C `struct` of the kernels. Raises BackendError if they lie elsewhere there."""
+    """Decorate a ctypes mirror of the C struct `struct`; raise BackendError if the layouts differ."""
 
     def check_layout(python: type[ctypes.Structure]) -> type[ctypes.Structure]:
         if available():
@@ -51,35 +50,40 @@ def mirrors(struct: str) -> Callable[[type[ctypes.Structure]], type[ctypes.Struc
 
 
 def pointer(t: torch.Tensor | None) -> int | None:
-    """The address of a tensor."""
+    """Return the address of a tensor, or None for None."""
     return None if t is None else t.data_ptr()
 
 
 def fail(message: str) -> NoReturn:
-    """Raises BackendError for a call that returned an error; or torch's own error where the current GPU had failed before, in a
-    device-side assertion, say: from then on all calls return errors, which do not tell of that."""
+    """Raise BackendError for a failed call.
+
+    If the GPU failed earlier, e.g. by a device-side assertion, every later call returns an unrelated error; then the
+    synchronization raises torch's error of the original failure instead.
+    """
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
     raise BackendError(message)
 
 
 def check(error: int, function: str) -> None:
-    """`fail` in CUDA's words if `function` of the library returned an `error`, a cudaError_t other than 0."""
+    """Call `fail` with CUDA's message if `function` of the library returned a nonzero cudaError_t."""
     if error:
         fail(f"{function}: {library().alignkit_cuda_error(error).decode()}")
 
 
 def stream(device: int) -> int:
-    """The address of the current stream of GPU `device`: torch's own object for it takes several times as long."""
+    """Return the handle of the current stream of GPU `device`; faster than through torch's stream object."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 def call(function: str, device: torch.device, *args) -> None:
-    """A function of the library, on the current stream of `device`. Tensors and None are passed as addresses, an int as a C
-    int. Raises BackendError as `check` does."""
+    """Call a function of the library on the current stream of `device`; raise BackendError if it fails.
+
+    Tensors and None are passed as addresses, ints as C ints.
+    """
     args = [ctypes.c_void_p(pointer(a)) if a is None or isinstance(a, torch.Tensor) else a for a in args]
     current = torch.cuda.current_device()
     index = current if device.index is None else device.index
-    # Most calls are on the current device, and to choose one takes the host longer than the rest of this.
+    # Setting the device costs the host more than the rest of the call, and is rarely needed.
     with contextlib.nullcontext() if index == current else torch.cuda.device(index):
         check(getattr(library(), function)(*args, ctypes.c_void_p(stream(index))), function)

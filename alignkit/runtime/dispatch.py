@@ -1,8 +1,8 @@
-"""Who computes an op: `choose`, by the op's list of kernels (ops/<op>/order.py) and each kernel's rule beside its code.
+"""Kernel selection: `choose` walks an op's list of kernels (ops/<op>/order.py) and applies each kernel's rule.
 
-`auto` takes the fastest backend of the tensor's device that keeps the contract. Backends of one device
-family give the same bits, so the choice is one of speed; where there is none, it is an error, never a fallback. With
-versions of torch and Triton that those bits were not shown with, they are tested first (shown.py).
+The backend `auto` is the fastest of the tensor's device family. All backends of a family give the same bits, so the
+choice affects speed alone. A device without a backend is an error, never a fallback. With versions of torch or Triton
+that are not validated, the golden bits are tested first (validated.py). `alignkit doctor --explain` prints the choice.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 
 from ..config import Config, config
 from ..errors import BackendError, InputError
-from . import cuda, families, native, shown
+from . import cuda, families, native, validated
 from .families import Family
-from .operands import MOST
+from .operands import MAX_CACHED
 
 CHOICES = Config.backend.allowed
 AUTO = Config.backend.default
@@ -53,64 +53,79 @@ OPS = {
     "sigmoid_mul": "sigmoid_mul",
     "silu_mul": "silu_mul",
 }
-"""What is chosen for, and the folder of alignkit.ops whose order.py lists the ways to compute it."""
+"""Dispatched operations, with the folder of alignkit.ops whose order.py lists their kernels.
+
+The names are arguments of `alignkit doctor --explain`.
+"""
 _choice: str | None = None
-"""Of CHOICES; None until ALIGNKIT_BACKEND has been read."""
-_names: dict[tuple[torch.device, str], str] = {}
-"""By device and choice, the backend that keeps the contract with what is installed."""
+"""Requested backend, one of CHOICES; None until ALIGNKIT_BACKEND is read."""
+_backends: dict[tuple[torch.device, str], str] = {}
+"""Cache of `backend_of`: the validated backend by device and requested backend."""
 
 
 def choice() -> str:
-    """The backend that is asked for, by `use` or ALIGNKIT_BACKEND, which is read once: see `read_again`."""
+    """Return the requested backend, from `use` or ALIGNKIT_BACKEND (read once; see `reset_choice`)."""
     global _choice
     if _choice is None:
         _choice = config.backend
     return _choice
 
 
-def read_again() -> None:
-    """ALIGNKIT_BACKEND is read again when an op is called next."""
+def reset_choice() -> None:
+    """Discard the requested backend, so that the next op call reads ALIGNKIT_BACKEND again."""
     global _choice
     _choice = None
 
 
-def name(device: torch.device | str = "cpu") -> str:
-    """The backend that ops on `device` run on: ``cpu`` (C++), ``reference`` (torch), ``triton``, or ``cuda``, which is
-    Triton but for some ops. Raises BackendError for a device without one, for kernels that were built from other
-    sources, and where the contract's bits do not hold with the installed versions of torch and Triton."""
+def backend_of(device: torch.device | str = "cpu") -> str:
+    """Return the backend of ops on `device`.
+
+    Args:
+        device: A device or its name.
+
+    Returns:
+        ``cpu`` (C++), ``reference`` (torch), ``triton``, or ``cuda`` (CUDA kernels for some ops, Triton for the rest).
+
+    Raises:
+        BackendError: the device has no backend, the kernels were built from different sources, or the golden bits do
+            not hold with the installed versions of torch and Triton.
+    """
     if not isinstance(device, torch.device):
         device = torch.device(device)
-    known = None if _choice is None else _names.get((device, _choice))
+    known = None if _choice is None else _backends.get((device, _choice))
     if known is not None:
         return known
-    chosen = strongest(device)
-    if shown.require(device, chosen):
-        _names[device, choice()] = chosen
+    chosen = fastest_backend(device)
+    if validated.require(device, chosen):
+        _backends[device, choice()] = chosen
     return chosen
 
 
-def strongest(device: torch.device) -> str:
-    """As `name`, but whatever versions are installed."""
-    family, wanted = admit(device), choice()
+def fastest_backend(device: torch.device) -> str:
+    """Return the backend as `backend_of` does, without validating the installed versions."""
+    family, wanted = require_family(device), choice()
     if family.on_gpu:
         if wanted == families.CUDA:
-            cuda.library()  # raises where it was not built
+            cuda.library()  # raises if not built
         return families.TRITON if wanted == families.TRITON or not cuda.available() else families.CUDA
     if wanted != AUTO:
         return wanted
     if native.available():
         return families.NATIVE
-    warnings.warn("alignkit's CPU kernels are not built; using the reference backend: same bits, very slow")
+    warnings.warn("alignkit's CPU kernels are not built; falling back to the reference backend: same bits, very slow")
     return families.REFERENCE
 
 
-def admit(device: torch.device) -> Family:
-    """The device's family. Raises BackendError for a device of none, and if no backend of the choice is for it."""
+def require_family(device: torch.device) -> Family:
+    """Return the device's family; raise BackendError if it has none, or if the requested backend does not fit it."""
     family, wanted = families.of_type(device), choice()
     if family is None:
         raise BackendError(f"device: alignkit has no backend for {device.type!r} tensors in this version")
     if wanted not in (AUTO, *family.backends):
-        raise BackendError(f"ALIGNKIT_BACKEND: {wanted!r} is not a backend of {family.device_type.upper()} tensors")
+        raise BackendError(
+            f"ALIGNKIT_BACKEND: must be one of {', '.join((AUTO, *family.backends))} for "
+            f"{family.device_type.upper()} tensors, got {wanted!r}"
+        )
     if family.on_gpu:
         _require_capability(device, family)
     return family
@@ -121,120 +136,124 @@ def _require_capability(device: torch.device, family: Family) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability != family.capability:
         raise BackendError(
-            f"device: {torch.cuda.get_device_name(device)} has compute capability "
-            f"{'.'.join(map(str, capability))}; alignkit's contract for CUDA is that of 9.0 (Hopper)"
+            f"device: must have compute capability 9.0 (Hopper), got {torch.cuda.get_device_name(device)} with "
+            f"{'.'.join(map(str, capability))}"
         )
     if importlib.util.find_spec("triton") is None:
         raise BackendError("device: CUDA tensors need triton, which is not installed")
 
 
 def family(device: torch.device | str) -> Family:
-    """The device family whose bits `device` computes. Raises as `name` does."""
-    return families.of_backend(name(device))
+    """Return the device family whose bits `device` computes; raise as `backend_of` does."""
+    return families.of_backend(backend_of(device))
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute an op: functions in a file of the op's folder, and for which problems they are right."""
+    """An implementation of an op: a module of the op's folder and the rule for which problems to use it."""
 
     name: str
     backend: str
     file: str
-    """Of the op's folder, without ".py"."""
+    """Module of the op's folder, without ".py"."""
     rule: str = ""
-    """The function of that file that says of a problem why the kernel is not for it, or None; "": it takes all."""
+    """Function of the module that returns why a problem is rejected, or None; "" accepts every problem."""
     prepare: str = ""
-    """The function that makes of a problem what launches it, for ops that keep that."""
+    """Function of the module that returns a launcher for a problem, for ops that cache launchers."""
     declines: str = ""
-    """When it may decline on the device what it is right for; "": never."""
+    """Reason for which `prepare` may decline an accepted problem after a trial on the device; "" for never."""
     folder: str = ""
-    """Set by `order`."""
+    """Folder of the op; set by `order`."""
 
     def load(self) -> ModuleType:
+        """Import and return the module."""
         return importlib.import_module(f"alignkit.ops.{self.folder}.{self.file}")
 
-    def refuses(self, problem: Any) -> str | None:
-        """Why it is not for this problem; None: it is."""
+    def rejects(self, problem: Any) -> str | None:
+        """Return why the kernel is not used for `problem`, or None if it is."""
         return getattr(self.load(), self.rule)(problem) if self.rule else None
 
 
-PLAIN = (
+ONE_PER_BACKEND = (
     Kernel("triton", families.TRITON, "triton"),
     Kernel("cpu", families.NATIVE, "cpu"),
     Kernel("reference", families.REFERENCE, "reference"),
 )
-"""The ways to compute most ops, and last of all what no faster kernel is for."""
+"""One kernel without a rule for each backend that computes every problem; the last entries of most orders."""
 
 
 @functools.cache
 def order(op: str) -> tuple[Kernel, ...]:
-    """The ways to compute `op`, fastest first."""
+    """Return the kernels of `op`, fastest first."""
     if op not in OPS:
-        raise InputError(f"op: {op!r} is none of {', '.join(OPS)}")
+        raise InputError(f"op: must be one of {', '.join(OPS)}, got {op!r}")
     listed = importlib.import_module(f"alignkit.ops.{OPS[op]}.order").ORDER[op]
     return tuple(replace(kernel, folder=OPS[op]) for kernel in listed)
 
 
 def kernels(op: str, backend: str) -> tuple[Kernel, ...]:
-    """Of these, those of `backend` and of the slower ones of its family."""
+    """Return the kernels of `op` of `backend` and of the slower backends of its family, fastest first."""
     family = families.of_backend(backend)
     admitted = family.backends[family.backends.index(backend) :]
     return tuple(kernel for kernel in order(op) if kernel.backend in admitted)
 
 
-@functools.lru_cache(MOST)
+@functools.lru_cache(MAX_CACHED)
 def choose(op: str, problem: Any) -> Kernel:
-    """What computes `problem`, which is a described one: the first kernel of the order that is for it."""
-    return next(kernel for kernel in kernels(op, problem.backend) if kernel.refuses(problem) is None)
+    """Return the first kernel that accepts `problem`, an operand description of the op's problem.py."""
+    return next(kernel for kernel in kernels(op, problem.backend) if kernel.rejects(problem) is None)
 
 
 def explain(op: str, problem: Any) -> list[tuple[Kernel, str | None]]:
-    """All kernels of the order up to the chosen one, which is last; of the others why they are passed over."""
-    told: list[tuple[Kernel, str | None]] = []
+    """Return the kernels up to the chosen one, each with the reason for its rejection (None for the last)."""
+    found: list[tuple[Kernel, str | None]] = []
     for kernel in kernels(op, problem.backend):
-        told.append((kernel, kernel.refuses(problem)))
-        if told[-1][1] is None:
+        found.append((kernel, kernel.rejects(problem)))
+        if found[-1][1] is None:
             break
-    return told
+    return found
 
 
-def prepare(op: str, problem: Any, kept: dict[Any, Callable]) -> Callable:
-    """What launches `problem`, which it puts into `kept`. A kernel that is for it may yet decline on the device, by a trial;
-    one that cannot try now, while a CUDA graph is captured, is asked again next time."""
+def prepare(op: str, problem: Any, cache: dict[Any, Callable]) -> Callable:
+    """Return a launcher for `problem` and store it in `cache`.
+
+    A kernel that accepts the problem may still decline it after a trial on the device. During CUDA graph capture no
+    trial can run; a fallback chosen then is not cached.
+    """
     first = True
     for kernel in kernels(op, problem.backend):
-        if kernel.refuses(problem) is None:
+        if kernel.rejects(problem) is None:
             launch = getattr(kernel.load(), kernel.prepare)(problem)
             if launch is not None:
                 if first or not torch.cuda.is_current_stream_capturing():
-                    if len(kept) >= MOST:
-                        kept.clear()
-                    kept[problem] = launch
+                    if len(cache) >= MAX_CACHED:
+                        cache.clear()
+                    cache[problem] = launch
                 return launch
             first = False
-    raise BackendError(f"{op}: no kernel is for {problem}")
+    raise BackendError(f"{op}: no kernel supports {problem}")
 
 
 @functools.cache
-def sole(op: str, backend: str) -> ModuleType | None:
-    """The file of the kernel that is chosen for every problem; None where that depends on the problem."""
+def static_kernel(op: str, backend: str) -> ModuleType | None:
+    """Return the module that computes every problem of `op`, or None if the choice depends on the problem."""
     kernel = kernels(op, backend)[0]
     return None if kernel.rule else kernel.load()
 
 
 def select(op: str, device: torch.device | str) -> ModuleType:
-    """The file that computes `op` for tensors on `device`, of an op for which that does not depend on the problem."""
-    module = sole(op, name(device))
+    """Return the module that computes `op` on `device`, for ops whose choice does not depend on the problem."""
+    module = static_kernel(op, backend_of(device))
     assert module is not None, op
     return module
 
 
 @contextlib.contextmanager
 def use(wanted: str):
-    """Within the block, ops run on backend `wanted`."""
+    """Request backend `wanted` within the block."""
     global _choice
     if wanted not in CHOICES:
-        raise BackendError(f"choice: {wanted!r} is none of {', '.join(CHOICES)}")
+        raise BackendError(f"choice: must be one of {', '.join(CHOICES)}, got {wanted!r}")
     before, _choice = _choice, wanted
     try:
         yield
@@ -242,7 +261,7 @@ def use(wanted: str):
         _choice = before
 
 
-def for_tables() -> contextlib.AbstractContextManager[None]:
-    """Within the block a choice for GPUs says nothing of CPU tensors: tables for a GPU are made there."""
+def allow_cpu() -> contextlib.AbstractContextManager[None]:
+    """Ignore a requested GPU backend within the block, so that tables for a GPU can be computed on the CPU."""
     wanted = choice()
     return use(wanted if wanted in families.CPU.backends else AUTO)

@@ -1,5 +1,9 @@
-"""The device families: whose bits are of one contract. What is known of one is said here and nowhere else: its id and the
-constants of its contract, the versions it was shown with, its golden bits, its devices, its backends and its library."""
+"""Device families: groups of devices that compute the same bits under one contract.
+
+This is the only place with family-specific facts: contract version and constants, validated versions, golden bits,
+devices, backends and kernel library. docs/contract.md states the constants, csrc mirrors some of them
+(tests/test_constants.py), and golden_*.json hold the contract ids.
+"""
 
 from __future__ import annotations
 
@@ -12,45 +16,53 @@ from ..contract.constants import K_LEAVES, VOCAB_TILE
 
 PACKAGE = Path(__file__).parents[1]
 NATIVE, REFERENCE, TRITON, CUDA = "cpu", "reference", "triton", "cuda"
-"""Backends: kernels in C++, torch, Triton (and cuBLASLt, which is held to its bits), and in CUDA."""
+"""Backends: C++ kernels, torch reference code, Triton (and cuBLASLt, restricted to Triton's bits), CUDA kernels."""
 
 
 @dataclass(eq=False)
 class Family:
+    """A device family: its contract, validated versions, backends and library.
+
+    `version`, `kv_block`, `kv_leaf`, `reserve` and `head_rows` are contract constants: changing one changes bits.
+    """
+
     name: str
     version: int
-    """Of the contract: a change of bits on one family leaves the logprobs saved on the others comparable."""
+    """Contract version. A change of one family's bits leaves the logprobs saved on other families comparable."""
     kv_block: int
-    """Keys and values are visited in blocks of this many positions, from position 0."""
+    """Positions per attention key block, counted from position 0."""
     kv_leaf: int
-    """A softmax of its own has each leaf of this many positions, a whole number of blocks, from position 0."""
+    """Positions per attention leaf (a separate online softmax); a multiple of `kv_block`, counted from position 0."""
     reserve: float
-    """By how much a score may exceed what a leaf's scores are measured by, nearly. As an exponent of e on the CPU, of 2 on GPUs."""
+    """Softmax headroom: excess of scores over a leaf's reference level before rescaling; exponent of e (CPU) or 2."""
     head_rows: int | None
-    """Gradient of the head's weight: rows of one chain; the chains of later rows are added in order. None: one chain."""
-    shown: tuple[dict[str, str], ...]
-    """The combinations of versions that its bits were shown with."""
+    """Rows per chain in the gradient of the LM head's weight; the chains are added in order. None: one chain."""
+    validated: tuple[dict[str, str], ...]
+    """Combinations of versions with which all tests of the family passed."""
     device_type: str
-    """torch's name of its devices."""
+    """torch device type."""
     capability: tuple[int, int] | None
-    """Which of these are its: by compute capability; None: all."""
+    """Required compute capability; None for CPUs."""
     backends: tuple[str, ...]
-    """Fastest first. What one lacks, those after it compute: the same bits."""
+    """Backends, fastest first. A later backend computes what an earlier one lacks, to the same bits."""
     part: str
-    """Of csrc: the sources of its library."""
-    multiprocessors: int
-    """That its schedules were measured with. No bit depends on it."""
+    """Subfolder of csrc with the sources of the kernel library."""
+    sm_count: int
+    """schedule: SMs of the GPU on which schedules were measured."""
 
     @property
     def contract_id(self) -> str:
+        """The contract id of the family."""
         return f"alignkit-{self.version}/{self.name}/v{VOCAB_TILE}/k{K_LEAVES}/kv{self.kv_block}/leaf{self.kv_leaf}"
 
     @property
     def golden(self) -> Path:
+        """The file of the golden hashes."""
         return PACKAGE / f"golden_{self.name}.json"
 
     @property
     def library(self) -> Path:
+        """The file of the compiled kernels."""
         return PACKAGE / f"_{self.part}.so"
 
     @property
@@ -65,12 +77,12 @@ CPU = Family(
     kv_leaf=128,
     reserve=21.0,
     head_rows=None,
-    shown=({"torch": "2.13.0+cpu"}, {"torch": "2.13.0+cu130"}),
+    validated=({"torch": "2.13.0+cpu"}, {"torch": "2.13.0+cu130"}),
     device_type="cpu",
     capability=None,
     backends=(NATIVE, REFERENCE),
     part="cpu",
-    multiprocessors=1,
+    sm_count=1,
 )
 SM90 = Family(
     name="sm90",
@@ -79,12 +91,12 @@ SM90 = Family(
     kv_leaf=512,
     reserve=31.0,
     head_rows=8192,
-    shown=({"torch": "2.11.0+cu130", "triton": "3.6.0"},),
+    validated=({"torch": "2.11.0+cu130", "triton": "3.6.0"},),
     device_type="cuda",
     capability=(9, 0),
     backends=(CUDA, TRITON),
     part="sm90",
-    multiprocessors=132,
+    sm_count=132,
 )
 FAMILIES = (CPU, SM90)
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -92,15 +104,15 @@ _BY_TYPE = {family.device_type: family for family in FAMILIES}
 
 
 def of_type(device: torch.device) -> Family | None:
-    """The family that devices of this type may be of; None: of none."""
+    """Return the family of the device's type, or None if no family has such devices."""
     return _BY_TYPE.get(device.type)
 
 
 def of_backend(backend: str) -> Family:
-    """The family whose bits it computes."""
+    """Return the family of a backend."""
     return next(family for family in FAMILIES if backend in family.backends)
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether the values of its tensors can be looked at without waiting."""
+    """Return whether the host can read tensor values on `device` without synchronization."""
     return device.type == CPU.device_type

@@ -1,8 +1,13 @@
-"""How kernels in Triton are launched, at a fraction of the time that Triton itself takes: from the arguments of every launch it
-works out anew, in text, which compiled kernel is meant. A `Launch` is of one, and runs it; `launch` finds it by a shorter
-description of the arguments, `repeated` finds it once, and `prepared` is for who has compared them already. Always with
-`enable_fp_fusion=False`: a multiply-add is fused where the source says `tl.fma` and nowhere else, so that no schedule can change a
-rounding."""
+"""Launches of Triton kernels with a fraction of Triton's host time.
+
+Triton derives a text key for the compiled kernel from the arguments of every launch. Here a `Launch` holds one compiled
+kernel. `launch` finds it by a cheaper key; `launch_repeatable` looks it up once; `prepared` serves callers that have
+compared the operands themselves. All launches set `enable_fp_fusion=False`: a multiply-add is fused only where the
+source says `tl.fma`, so no schedule can change a rounding.
+
+The key of a `Launch` must distinguish everything that Triton specializes a kernel on. A change of the key is otherwise
+free.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +18,26 @@ import triton
 from triton.runtime import driver
 
 EXACT = {"enable_fp_fusion": False}
+"""contract: compile option of every Triton kernel."""
 
 
 class Launch:
-    """`kernel` as Triton compiles it for arguments of one description, with these options, on the GPU `device`. Triton's
-    launch hooks are not called: CUDA's profilers see these kernels, Proton does not name them."""
+    """A Triton kernel compiled for one argument signature, set of options and GPU.
+
+    Triton's launch hooks are not called: CUDA profilers see these kernels, Proton does not name them.
+    """
 
     def __init__(self, device: int, kernel: triton.JITFunction, options: dict, constants: dict):
         self.device, self.kernel, self.options, self.constants = device, kernel, options, constants
         self.compiled = None
 
     def __call__(self, grid: tuple[int, int, int], *args) -> None:
-        """Launch on the GPU's current stream; the first time, compile if need be. args: all of the kernel's but
-        for the constants, which are its last, in its order. Once it is compiled, an address will do for a tensor."""
-        if self.device == torch.cuda.current_device():  # where Triton would launch it
+        """Launch on the GPU's current stream; the first call compiles if needed.
+
+        `args` are the kernel's arguments without its trailing constexpr parameters. After compilation, addresses may be
+        passed instead of tensors.
+        """
+        if self.device == torch.cuda.current_device():  # Triton launches on the current device
             self._run(grid, args)
         else:
             with torch.cuda.device(self.device):
@@ -38,7 +49,7 @@ class Launch:
             self.compiled = self.kernel[grid](*args, **self.constants, **self.options, **EXACT)
             return
         stream = driver.active.get_current_stream(self.device)
-        values = *args, *self.constants.values()  # Triton's launcher counts the constants, and does not look at them
+        values = *args, *self.constants.values()  # Triton's launcher expects the constants and ignores their values
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
 
@@ -46,13 +57,18 @@ _ready: dict[tuple, Launch] = {}
 
 
 def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constants) -> None:
-    """``kernel[grid](*args, **constants, **options, **EXACT)`` on the tensors' GPU, at a fraction of the host's time.
+    """Run ``kernel[grid](*args, **constants, **options, **EXACT)`` on the tensors' GPU, with less host time.
 
-    args: tensors, of one GPU, None, and numbers; `constants`: the kernel's constexpr parameters, which are its last.
+    The cache key distinguishes everything that Triton specializes on: constants and options by value; dtype, device
+    and address modulo 16 of tensors; equality to 1, divisibility by 16 and 64-bit range of integers; the type of
+    anything else.
 
-    The description is a tuple that tells apart whatever Triton compiles differently, and more: constants and options by
-    value; of a tensor the type, the device, and the address modulo 16; of an integer whether it is 1, a multiple of 16, or
-    beyond 32 bits; of anything else its type.
+    Args:
+        kernel: A `triton.jit` function, whose constexpr parameters come last.
+        grid: 1 to 3 dimensions.
+        args: Tensors of one GPU, None, and numbers.
+        options: Launch options, such as num_warps.
+        **constants: Values of the constexpr parameters.
     """
     if isinstance(kernel, triton.JITFunction):
         _launched(kernel, grid, args, options, constants)
@@ -60,54 +76,66 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, options: dict, **constant
         kernel[grid](*args, **constants, **options, **EXACT)
 
 
-def repeated(
+def launch_repeatable(
     kernel, grid: tuple[int, ...], args: tuple, options: dict, changing: int, **constants
 ) -> Callable[..., None]:
-    """As `launch`; returns what launches it again with other tensors for the first `changing` of `args`: of the same types, and
-    where these begin at a multiple of 16 bytes, so do those. The rest of `args` is kept for it."""
-    kept = args[changing:]
+    """Launch as `launch` does; return a function that launches again with new tensors.
+
+    The function takes tensors for the first `changing` of `args`. They must have the same dtypes, and 16-byte alignment
+    where the originals had it. The function keeps the other `args` alive.
+    """
+    fixed = args[changing:]
     if not isinstance(kernel, triton.JITFunction):
         launch(kernel, grid, args, options, **constants)
-        return lambda *tensors: launch(kernel, grid, (*tensors, *kept), options, **constants)
+        return lambda *tensors: launch(kernel, grid, (*tensors, *fixed), options, **constants)
     ready, grid, values = _launched(kernel, grid, args, options, constants)
 
-    def again(*tensors: torch.Tensor, rest: tuple = (*values[changing:],), kept: tuple = kept) -> None:
+    def relaunch(*tensors: torch.Tensor, rest: tuple = (*values[changing:],), fixed: tuple = fixed) -> None:
         ready(grid, *[t.data_ptr() for t in tensors], *rest)
 
-    return again
+    return relaunch
 
 
 def _launched(
     kernel, grid: tuple[int, ...], args: tuple, options: dict, constants: dict
 ) -> tuple[Launch, tuple[int, int, int], list]:
-    """What has launched it, with what grid, and with what for `args`."""
+    """Launch; return the `Launch`, the grid in three dimensions, and `args` with addresses for tensors."""
     key, values, device = [kernel.fn, *constants.values(), *options.values()], [], -1
     for a in args:
         if type(a) is int:
             key.append((a == 1) - (a % 16 == 0) if -(2**31) <= a < 2**31 else a)
         elif isinstance(a, torch.Tensor):
-            dtype, device, a = a.dtype, a.get_device(), a.data_ptr()  # a pointer may be given as its address
+            dtype, device, a = a.dtype, a.get_device(), a.data_ptr()  # a compiled kernel accepts addresses
             key += dtype, device, a % 16
         else:
             key.append(type(a))
         values.append(a)
     x, y, z, *_ = (*grid, 1, 1)
-    name = tuple(key)
-    ready = _ready.get(name)
+    signature = tuple(key)
+    ready = _ready.get(signature)
     if ready is not None:
         ready((x, y, z), *values)
     else:
         ready = Launch(device, kernel, options, constants)
-        ready((x, y, z), *args)  # to compile, Triton looks at the tensors themselves
-        _ready[name] = ready
+        ready((x, y, z), *args)  # Triton needs the tensors to compile
+        _ready[signature] = ready
     return ready, (x, y, z), values
 
 
 def prepared(
     device: int, kernel: triton.JITFunction, grid: tuple[int, int, int], rest: tuple, **options
 ) -> Callable[..., None]:
-    """`kernel` on `grid`, to be called with its tensors, each of one `operand`, on the GPU `device`. rest: all its arguments
-    after them, in its order. What decides which compiled kernel is meant was compared beforehand, with everything else that a
-    schedule depends on: the operands but for their addresses."""
+    """Return a launcher of `kernel` on `grid` that takes only the tensors.
+
+    The caller guarantees that every call passes tensors with the same `operand` descriptors, which determine the
+    compiled kernel and the schedule.
+
+    Args:
+        device: Index of the GPU.
+        kernel: A `triton.jit` function.
+        grid: 3 dimensions.
+        rest: All arguments after the tensors, in order.
+        **options: Launch options, such as num_warps.
+    """
     ready = Launch(device, kernel, options, {})
     return lambda *tensors: ready(grid, *tensors, *rest)

@@ -1,7 +1,9 @@
-"""Loads the C++ kernels of csrc/cpu through ctypes and wraps each in a call on torch tensors.
+"""ctypes bindings of the C++ kernels of csrc/cpu, one function per kernel.
 
-The library has a plain C interface, so one build serves every torch and Python version. Wrappers take
-CPU tensors whose shapes the ops have already checked; they hold no rules of their own.
+The library has a plain C interface, so one build serves every torch and Python version. The functions take CPU tensors
+whose shapes the ops have already checked.
+
+The order and types of arguments are those of csrc/cpu/api.cpp; only struct layouts are compared at load time.
 """
 
 from __future__ import annotations
@@ -19,18 +21,23 @@ from . import built, families
 
 LIBRARY = families.CPU.library
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""mirrors csrc/cpu/prelude.h:DType: dtype codes of the library."""
 ROUNDED = DTYPES | {torch.float16: 2}
-"""What fp32 is rounded to."""
+"""Dtype codes that fp32 can be rounded to."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernel library. Raises BackendError where the package was installed without it, for one that was built from
-    other sources, and where ALIGNKIT_CPU_ISA names no instruction set of this machine."""
+    """Return the kernel library.
+
+    Raises:
+        BackendError: the library is missing or was built from different sources, or this machine does not support
+            the instruction set in ALIGNKIT_CPU_ISA.
+    """
     if not LIBRARY.exists():
         raise BackendError(
-            "alignkit's CPU kernels were not built: install alignkit where a C++17 compiler is "
-            "found, or choose ALIGNKIT_BACKEND=reference (same bits, very slow)"
+            "alignkit's CPU kernels were not built: reinstall alignkit with a C++17 compiler on the PATH, "
+            "or set ALIGNKIT_BACKEND=reference (same bits, very slow)"
         )
     lib = built.load(LIBRARY, families.CPU.part)
     built.check_layout(lib, "Attention", _Attention)
@@ -38,26 +45,26 @@ def library() -> ctypes.CDLL:
     lib.alignkit_isa.restype = ctypes.c_char_p
     wanted = config.cpu_isa
     if not lib.alignkit_choose_isa(wanted.encode()):
-        raise BackendError(f"ALIGNKIT_CPU_ISA: {wanted!r}: this machine has no such instruction set")
+        raise BackendError(f"ALIGNKIT_CPU_ISA: this machine does not support the instruction set {wanted!r}")
     return lib
 
 
 def available() -> bool:
-    """Whether the kernels are built. Raises BackendError if they are, but are not for use, as `library` does."""
+    """Return whether the kernels are built; raise BackendError as `library` does if they cannot be used."""
     return LIBRARY.exists() and library() is not None
 
 
 def isa() -> str:
-    """The instruction set that is chosen: by ALIGNKIT_CPU_ISA or `use_isa`, else the best of this machine."""
+    """Return the active instruction set: from `use_isa`, ALIGNKIT_CPU_ISA, or the best that the machine supports."""
     return library().alignkit_isa().decode()
 
 
 @contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Within the block, kernels run on the instruction set `avx512`, `avx2` or `generic`. All give the same bits."""
+    """Use the instruction set `avx512`, `avx2` or `generic` within the block; all give the same bits."""
     before = isa()
     if not library().alignkit_choose_isa(name.encode()):
-        raise BackendError(f"isa: this machine has no {name!r}")
+        raise BackendError(f"isa: this machine does not support {name!r}")
     try:
         yield
     finally:
@@ -65,8 +72,7 @@ def use_isa(name: str) -> Iterator[None]:
 
 
 def _argument(v):
-    """As the library takes it: of a tensor its address, null without one; of a type its number; a flag of 32 bits; a number of
-    64. Others are of ctypes already."""
+    """Convert an argument: tensor to address, None to null, dtype to code, bool to int, int to int64."""
     if v is None or isinstance(v, torch.Tensor):
         return ctypes.c_void_p(None if v is None else v.data_ptr())
     if isinstance(v, torch.dtype):
@@ -80,46 +86,47 @@ def _call(name: str, *arguments) -> None:
     getattr(library(), f"alignkit_{name}")(*[_argument(v) for v in arguments])
 
 
-def _shared(name: str, *arguments) -> None:
-    """A call whose work is shared by torch's threads."""
+def _call_threaded(name: str, *arguments) -> None:
+    """Call a function that runs on torch's number of threads."""
     _call(name, *arguments, ctypes.c_int(torch.get_num_threads()))
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, leaves: int, out: torch.Tensor, accumulate: bool) -> None:
+    """Compute fp32 out [M, N] (+)= a [M, K] . b [N, K]^T by `leaves` chains over k and their tree."""
     (m, k), n = a.shape, b.shape[0]
     operands = (a, a.dtype, *a.stride(), b, b.dtype, *b.stride())
-    _shared("gemm", m, n, k, leaves, *operands, out, out.stride(0), bool(accumulate))
+    _call_threaded("gemm", m, n, k, leaves, *operands, out, out.stride(0), bool(accumulate))
 
 
 def round(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """y [M, N] <- fp32 x (+ fp32 bias [N]), rounded to y's type; x has unit stride in its last dim, and may be y."""
-    _shared("round", *x.shape, x, x.stride(0), bias, ctypes.c_int(ROUNDED[y.dtype]), y, *y.stride())
+    """Compute y [M, N] = fp32 x (+ fp32 bias [N]), rounded to y's dtype; x has unit column stride and may be y."""
+    _call_threaded("round", *x.shape, x, x.stride(0), bias, ctypes.c_int(ROUNDED[y.dtype]), y, *y.stride())
 
 
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a + b of one shape and type, rounded to it; contiguous."""
+    """Return contiguous a + b, both of one shape and dtype, rounded to that dtype."""
     a, b = a.contiguous(), b.contiguous()
     y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    _shared("add", a.numel(), a.dtype, a, b, y)
+    _call_threaded("add", a.numel(), a.dtype, a, b, y)
     return y
 
 
 def _float(v: float | None):
-    """Points to a number; None: a null pointer."""
+    """Return a pointer to a C float, or None (null)."""
     return None if v is None else ctypes.byref(ctypes.c_float(v))
 
 
 def logits(x, bias, cap, scale, temperature, z, capped) -> None:
     factors = _float(cap), _float(scale), temperature
-    _shared("logits", *x.shape, x.dtype, x, x.stride(0), bias, *factors, z, z.stride(0), capped)
+    _call_threaded("logits", *x.shape, x.dtype, x, x.stride(0), bias, *factors, z, z.stride(0), capped)
 
 
 def logits_back(g, cap, scale, temperature, capped) -> None:
-    _shared("logits_back", *g.shape, g, g.stride(0), _float(cap), _float(scale), temperature, capped)
+    _call_threaded("logits_back", *g.shape, g, g.stride(0), _float(cap), _float(scale), temperature, capped)
 
 
 def join(m, q, u, given, top, s, v) -> None:
-    _shared("join", *m.shape, m, q, u, given, top, s, v)
+    _call_threaded("join", *m.shape, m, q, u, given, top, s, v)
 
 
 def finish(m, s, u, z, logp, lse, entropy) -> None:
@@ -127,52 +134,52 @@ def finish(m, s, u, z, logp, lse, entropy) -> None:
 
 
 def log_probs(z, temperature, lse, out) -> None:
-    _shared("log_probs", *z.shape, z.dtype, z, z.stride(0), temperature, lse, out, out.stride(0))
+    _call_threaded("log_probs", *z.shape, z.dtype, z, z.stride(0), temperature, lse, out, out.stride(0))
 
 
 def tile_stats(z, tile, m, q, u) -> None:
-    _shared("tile_stats", *z.shape, tile, z, z.stride(0), m, q, u, m.shape[1])
+    _call_threaded("tile_stats", *z.shape, tile, z, z.stride(0), m, q, u, m.shape[1])
 
 
 def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
-    _shared("logits_grad", *z.shape, z, z.stride(0), lse, entropy, g_logp, g_entropy, column)
+    _call_threaded("logits_grad", *z.shape, z, z.stride(0), lse, entropy, g_logp, g_entropy, column)
 
 
 def rms_norm(x, weight, zero_centered, eps, y, rstd) -> None:
-    how = bool(zero_centered), ctypes.c_float(eps)
-    _shared("rms_norm", *x.shape, x.dtype, x, x.stride(0), weight, *how, y, rstd)
+    options = bool(zero_centered), ctypes.c_float(eps)
+    _call_threaded("rms_norm", *x.shape, x.dtype, x, x.stride(0), weight, *options, y, rstd)
 
 
 def rms_norm_grad(dy, x, weight, zero_centered, rstd, dx, dw) -> None:
-    _shared("rms_norm_grad", *x.shape, x.dtype, dy, x, weight, bool(zero_centered), rstd, dx, dw)
+    _call_threaded("rms_norm_grad", *x.shape, x.dtype, dy, x, weight, bool(zero_centered), rstd, dx, dw)
 
 
 def rope(x, positions, table, inverse, y) -> None:
     strides = x.stride()[:2]
-    _shared("rope", *x.shape, table.shape[1], x.dtype, bool(inverse), x, *strides, positions, table, y)
+    _call_threaded("rope", *x.shape, table.shape[1], x.dtype, bool(inverse), x, *strides, positions, table, y)
 
 
 def rope_table(positions: int, frequencies: list[float], factor: float, table) -> None:
-    """`frequencies` are of the first half of a head's dimensions."""
+    """Fill `table` with cosines and sines; one frequency per pair of dimensions, i.e. head_dim / 2."""
     given = (ctypes.c_double * len(frequencies))(*frequencies)
     _call("rope_table", positions, len(frequencies), given, ctypes.c_double(factor), table)
 
 
 def silu_mul(gate, up, y) -> None:
-    _shared("silu_mul", *gate.shape, gate.dtype, gate, gate.stride(0), up, up.stride(0), y)
+    _call_threaded("silu_mul", *gate.shape, gate.dtype, gate, gate.stride(0), up, up.stride(0), y)
 
 
 def silu_mul_grad(gate, up, dy, dgate, dup) -> None:
     operands = gate, gate.stride(0), up, up.stride(0), dy, dgate, dgate.stride(0), dup, dup.stride(0)
-    _shared("silu_mul_grad", *gate.shape, gate.dtype, *operands)
+    _call_threaded("silu_mul_grad", *gate.shape, gate.dtype, *operands)
 
 
 def sigmoid_mul(gate, x, y) -> None:
-    _shared("sigmoid_mul", *x.shape, x.dtype, gate, x, y)
+    _call_threaded("sigmoid_mul", *x.shape, x.dtype, gate, x, y)
 
 
 def sigmoid_mul_grad(gate, x, dy, dgate, dx) -> None:
-    _shared("sigmoid_mul_grad", *x.shape, x.dtype, gate, x, dy, dgate, dx)
+    _call_threaded("sigmoid_mul_grad", *x.shape, x.dtype, gate, x, dy, dgate, dx)
 
 
 class _Routing(ctypes.Structure):
@@ -183,25 +190,27 @@ class _Routing(ctypes.Structure):
     )
 
 
-def _routing(experts, how):
-    made = _Routing(experts, how.top_k, how.groups, how.top_groups, how.sigmoid, how.normalize, how.scale)
+def _routing(experts, options):
+    made = _Routing(
+        experts, options.top_k, options.groups, options.top_groups, options.sigmoid, options.normalize, options.scale
+    )
     return ctypes.byref(made)
 
 
-def route(z, bias, how, weights, ids) -> None:
-    _shared("route", z.shape[0], _routing(z.shape[1], how), z, bias, weights, ids)
+def route(z, bias, options, weights, ids) -> None:
+    _call_threaded("route", z.shape[0], _routing(z.shape[1], options), z, bias, weights, ids)
 
 
-def route_grad(z, ids, grad, how, dz) -> None:
-    _shared("route_grad", z.shape[0], _routing(z.shape[1], how), z, ids, grad, dz)
+def route_grad(z, ids, grad, options, dz) -> None:
+    _call_threaded("route_grad", z.shape[0], _routing(z.shape[1], options), z, ids, grad, dz)
 
 
 def combine(y, place, ids, weights, experts, out) -> None:
-    _shared("combine", *out.shape, ids.shape[1], experts, y.dtype, y, place, ids, weights, out.dtype, out)
+    _call_threaded("combine", *out.shape, ids.shape[1], experts, y.dtype, y, place, ids, weights, out.dtype, out)
 
 
 def weigh(g, a, w, dw, wg, wa) -> None:
-    _shared("weigh", *a.shape, a.dtype, g, a, w, dw, wg, wa)
+    _call_threaded("weigh", *a.shape, a.dtype, g, a, w, dw, wg, wa)
 
 
 class _Attention(ctypes.Structure):

@@ -1,7 +1,7 @@
-"""vLLM computes its logprobs with alignkit's ops. Importing this does not import vLLM.
+"""The vLLM adapter: vLLM computes its logprobs with alignkit's ops. Importing it does not import vLLM.
 
-Nothing is imported until it is used: vLLM goes on without a plugin whose module cannot be imported, so what can fail is
-left to `plugin.register`, whose errors vLLM does not swallow.
+Names are imported on first use. vLLM ignores a plugin whose module fails to import, but propagates the errors of
+`plugin.register`. So every import that can fail happens in `register`. docs/api/vllm.md documents `__all__`.
 """
 
 from importlib import import_module

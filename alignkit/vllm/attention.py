@@ -1,4 +1,8 @@
-"""vLLM's attention backend, with `ops.paged_attention` inside."""
+"""The attention backend for vLLM, which calls `ops.paged_attention`.
+
+vLLM calls the classes by the interface in its `v1/attention/backend.py`, and imports the backend by the name that
+`layers.aligned_layers` registers. `hook_points` lists the methods and arguments in use.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +29,18 @@ from alignkit.vllm import versions
 
 @dataclass
 class AlignedAttentionMetadata(AttentionMetadata):
-    """num_tokens: rows of q that are looked at. In a CUDA graph some of them are padding, which follows the rows of the
-    last sequence, and some sequences have no rows. attention: of the step's sequences."""
+    """Attention metadata of a step.
+
+    num_tokens: rows of q to compute. In a CUDA graph they include padding after the last sequence, and some sequences
+    have no rows. attention: the op for the sequences of the step.
+    """
 
     num_tokens: int
     attention: PagedAttention
 
 
 class AlignedAttentionMetadataBuilder(AttentionMetadataBuilder[AlignedAttentionMetadata]):
-    # The kernel's grid follows from shapes alone; lengths and blocks are read on the device.
+    # The kernel's grid depends only on shapes. The kernel reads lengths and block ids on the device.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
@@ -44,9 +51,9 @@ class AlignedAttentionMetadataBuilder(AttentionMetadataBuilder[AlignedAttentionM
     ) -> AlignedAttentionMetadata:
         common = common_attn_metadata
         if common.causal is not True:
-            raise UnsupportedError("attention that is not causal")
-        of_step = PagedAttention(common.block_table_tensor, common.query_start_loc, common.seq_lens)
-        return AlignedAttentionMetadata(num_tokens=common.num_actual_tokens, attention=of_step)
+            raise UnsupportedError("non-causal attention")
+        attention = PagedAttention(common.block_table_tensor, common.query_start_loc, common.seq_lens)
+        return AlignedAttentionMetadata(num_tokens=common.num_actual_tokens, attention=attention)
 
 
 class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
@@ -85,8 +92,10 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
     def do_kv_cache_update(
         self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Writes key and value [T, Hkv, D] to their slots. Padding has slot -1: vLLM's kernel leaves it out, and on the
-        CPU it goes to block 0, vLLM's null block, which no sequence has."""
+        """Write key and value [T, Hkv, D] to their cache slots.
+
+        Padding has slot -1. vLLM's kernel skips it; on the CPU it is written to block 0, vLLM's unused null block.
+        """
         k_cache, v_cache = _split(kv_cache)
         if kv_cache.is_cuda:
             vllm_ops.reshape_and_cache_flash(
@@ -110,11 +119,11 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [T, Hq, D] -> output [T, Hq, D], written in place."""
+        """Compute attention of query [T, Hq, D] into output [T, Hq, D], and return output."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("attention with a quantized output")
-        if attn_metadata is None:  # a dummy batch: nobody reads what comes out, but it must be finite
-            reserve(query, self.num_kv_heads, self.longest)  # by such a one vLLM measures how much memory a step takes
+        if attn_metadata is None:  # a dummy batch: the output is unused but must be finite
+            reserve(query, self.num_kv_heads, self.longest)  # vLLM measures peak memory with a dummy batch
             return output.zero_()
         n = attn_metadata.num_tokens
         k_cache, v_cache = _split(kv_cache)
@@ -128,7 +137,7 @@ class AlignedAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return versions.installed().attention  # the entry of vLLM's registry that it takes over
+        return versions.installed().attention  # the entry of vLLM's registry that this backend replaces
 
     @staticmethod
     def get_impl_cls() -> type[AlignedAttentionImpl]:
@@ -140,7 +149,7 @@ class AlignedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple:
-        """Asked from vLLM 0.32 on."""
+        """Return the supported layouts; vLLM calls this since 0.32."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout.LBNHC,)
@@ -149,14 +158,14 @@ class AlignedAttentionBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Asked until vLLM 0.26: the logical view that `_split` takes."""
+        """Return the shape of the logical view that `_split` takes; vLLM calls this until 0.26."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Asked until vLLM 0.26: the dimensions of that view in the order of memory."""
+        """Return the dimensions of the logical view in memory order; vLLM calls this until 0.26."""
         if include_num_layers_dimension:
-            raise NotImplementedError  # to vLLM it means: each layer has a cache of its own
+            raise NotImplementedError  # tells vLLM that each layer has its own cache
         return 0, 2, 1, 3
 
     @classmethod
@@ -165,12 +174,14 @@ class AlignedAttentionBackend(AttentionBackend):
 
 
 def empty_cache(page: int, kv_heads: int, dim: int, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one block, zeros, laid out as those of the engine."""
+    """Return zero K and V caches of one block, in the engine's layout."""
     return _split(torch.zeros(1, page, kv_heads, 2 * dim, dtype=dtype, device=device).permute(0, 2, 1, 3))
 
 
 def _split(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's logical view [blocks, Hkv, block_size, 2 * D] as views K and V [blocks, block_size, Hkv, D]; in
-    memory the layout is [blocks, block_size, Hkv, 2 * D]."""
+    """Return views K and V [blocks, block_size, Hkv, D] of vLLM's logical view [blocks, Hkv, block_size, 2 * D].
+
+    The memory layout is [blocks, block_size, Hkv, 2 * D].
+    """
     k_cache, v_cache = kv_cache.permute(0, 2, 1, 3).chunk(2, dim=-1)
     return k_cache, v_cache

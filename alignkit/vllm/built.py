@@ -1,4 +1,7 @@
-"""What vLLM built, beside what alignkit reads from the model's config.json: the training side is made from that."""
+"""Comparison of the model that vLLM built with config.json, from which the training side is built.
+
+A fact is named by its field in config.json, or in words if the field's name depends on the family.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from alignkit.models import FAMILIES
 
 
 def architecture(model_config) -> Architecture:
-    """`read_architecture` of the folder, or of the repository on a hub, that vLLM took the configuration from."""
+    """Return the `Architecture` in the config.json that vLLM uses, in a folder or a Hugging Face Hub repository."""
     source = str(model_config.hf_config_path or model_config.model)
     if Path(source).is_dir():
         return read_architecture(source)
@@ -23,53 +26,53 @@ def architecture(model_config) -> Architecture:
     try:
         path = cached_file(source, "config.json", revision=model_config.revision)
     except OSError as e:
-        raise UnsupportedError(f"model {source}: its config.json cannot be read: {e}") from e
+        raise UnsupportedError(f"model {source}: cannot read config.json: {e}") from e
     return read_architecture(Path(str(path)).parent)
 
 
 def deviations(model: torch.nn.Module, read: Architecture, tp: int) -> list[str]:
-    """What one of `tp` ranks built otherwise than `read`, by the names of config.json. The device is not asked."""
+    """Return one line per value that one of `tp` ranks built differently from `read`, without a device sync."""
     found = {}
     for name, built, expected in _facts(model, read, tp):
         if built != expected:
-            found.setdefault(name, f"{name} ({built} is built, by config.json it is {expected})")
+            found.setdefault(name, f"{name} (vLLM built {built}, config.json specifies {expected})")
     return list(found.values())
 
 
 def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, Any]]:
-    """(name, as built, as read)."""
-    trunk, head, logits = model.model, model.lm_head, model.logits_processor
-    embedding = trunk.embed_tokens
-    yield "num_hidden_layers", len(trunk.layers), read.layers
+    """Yield (name, value in the built model, value in config.json)."""
+    decoder, head, logits = model.model, model.lm_head, model.logits_processor
+    embedding = decoder.embed_tokens
+    yield "num_hidden_layers", len(decoder.layers), read.layers
     yield "hidden_size", embedding.embedding_dim, read.hidden
     yield "vocab_size", embedding.org_vocab_size, read.vocab
     yield "vocab_size", head.org_vocab_size, read.vocab
     yield "vocab_size", logits.org_vocab_size, read.vocab
-    # vLLM takes a head of its own out of a checkpoint whose config.json says that it is tied, and unties the two.
+    # If a checkpoint contains a head although config.json says tied, vLLM loads the head and unties it.
     yield "tie_word_embeddings", head.weight.data_ptr() == embedding.weight.data_ptr(), read.tied
     yield "logit_scale", logits.scale, 1.0
-    yield "a soft cap of the logits", logits.soft_cap, None
-    yield "a bias of the head", getattr(head, "bias", None) is not None, False
-    yield "rms_norm_eps", trunk.norm.variance_epsilon, read.norm_eps
-    for i, layer in enumerate(trunk.layers):
+    yield "logits soft cap", logits.soft_cap, None
+    yield "head bias", getattr(head, "bias", None) is not None, False
+    yield "rms_norm_eps", decoder.norm.variance_epsilon, read.norm_eps
+    for i, layer in enumerate(decoder.layers):
         attention, mlp = layer.self_attn, getattr(layer, FAMILIES[read.family].mlp)
         yield "num_attention_heads", attention.attn.num_heads * tp, read.heads
         yield "num_key_value_heads", attention.attn.num_kv_heads, max(1, read.kv_heads // tp)
         yield "head_dim", attention.attn.head_size, read.head_dim
-        yield "the scale of attention", attention.attn.impl.scale, read.head_dim**-0.5
+        yield "attention scale", attention.attn.impl.scale, read.head_dim**-0.5
         yield "rope_theta", attention.rotary_emb.base, read.rope_base
         yield "rope_scaling", attention.rotary_emb.scaling, read.rope_scaling
         yield "partial_rotary_factor", attention.rotary_emb.rotary_dim, read.rotary_dim
-        mixture = read.has_experts(i)
-        yield f"experts in layer {i}", hasattr(mlp, "experts"), mixture
-        if hasattr(mlp, "experts") == mixture:
-            yield from _expert_facts(mlp.experts, read) if mixture else _mlp_facts(mlp, read)
-        yield "biases of q, k and v", attention.qkv_proj.bias is not None, read.qkv_bias
+        is_moe = read.has_experts(i)
+        yield f"experts in layer {i}", hasattr(mlp, "experts"), is_moe
+        if hasattr(mlp, "experts") == is_moe:
+            yield from _expert_facts(mlp.experts, read) if is_moe else _mlp_facts(mlp, read)
+        yield "QKV bias", attention.qkv_proj.bias is not None, read.qkv_bias
         yield "attention_bias", attention.o_proj.bias is not None, False
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         for attribute, field in FAMILIES[read.family].off:
             yield field, bool(getattr(attention, attribute)), False
-        yield "norms of q and k", hasattr(attention, "q_norm"), read.qk_norm
+        yield "QK norms", hasattr(attention, "q_norm"), read.qk_norm
         if read.qk_norm and hasattr(attention, "q_norm"):
             norms += [attention.q_norm, attention.k_norm]
         for norm in norms:
@@ -83,23 +86,23 @@ def _mlp_facts(mlp: Any, read: Architecture) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _expert_facts(runner: Any, read: Architecture) -> Iterator[tuple[str, Any, Any]]:
-    experts, of, width = runner.routed_experts, runner.moe_config, FAMILIES[read.family].intermediate
+    experts, moe, width = runner.routed_experts, runner.moe_config, FAMILIES[read.family].intermediate
     yield "num_experts", experts.global_num_experts, read.experts
     yield "num_experts_per_tok", experts.top_k, read.top_k
     yield "norm_topk_prob", experts.renormalize, read.normalize_top_k
-    yield "scores of experts", experts.scoring_func, read.score
-    yield "a bias of the choice", experts.e_score_correction_bias is not None, read.choice_bias
+    yield "router score function", experts.scoring_func, read.score
+    yield "router bias (e_score_correction_bias)", experts.e_score_correction_bias is not None, read.expert_bias
     groups = (experts.num_expert_group, experts.topk_group) if experts.use_grouped_topk else (1, 1)
     yield "n_group / topk_group", groups, (read.groups, read.top_groups)
     yield "routed_scaling_factor", runner.routed_scaling_factor * experts.routed_scaling_factor, read.routed_scale
-    own, features = read.experts // of.ep_size, read.intermediate // of.tp_size
-    yield width, tuple(experts.w13_weight.shape), (own, 2 * features, read.hidden)
-    yield width, tuple(experts.w2_weight.shape), (own, read.hidden, features)
+    local, features = read.experts // moe.ep_size, read.intermediate // moe.tp_size
+    yield width, tuple(experts.w13_weight.shape), (local, 2 * features, read.hidden)
+    yield width, tuple(experts.w2_weight.shape), (local, read.hidden, features)
     shared = runner._shared
-    yield "a shared expert", shared is not None, bool(read.shared_intermediate)
+    yield "shared expert", shared is not None, bool(read.shared_intermediate)
     if shared is not None:
         yield "shared_expert_intermediate_size", shared.down_proj.input_size, read.shared_intermediate
         gate = getattr(shared, "expert_gate", None)
-        yield "a gate of the shared expert", gate is not None, read.shared_gate
+        yield "shared expert gate", gate is not None, read.shared_gate
         for linear in (shared.gate_up_proj, shared.down_proj, gate):
-            yield "biases of the shared expert", linear is not None and linear.bias is not None, False
+            yield "shared expert bias", linear is not None and linear.bias is not None, False

@@ -1,8 +1,9 @@
-"""vLLM's mixture of experts with alignkit's ops inside: its weights, their loading and their layout over ranks stay.
+"""vLLM's MoE layer with alignkit's ops. The weights, their loading and their layout over ranks are vLLM's.
 
-Of a rank, `w13_weight` has the rows of each expert's gate, then those of up, and `w2_weight` the down projection: all
-features of some experts (expert parallelism), or some features of all. With data parallelism the ranks of all replicas
-share them, and each replica has a batch of its own.
+On each rank, `w13_weight` holds the gate rows of each expert, then its up rows; `w2_weight` holds the down projections.
+A rank has all features of some experts (expert parallelism), or some features of all experts. With data parallelism
+the ranks of all replicas share the experts, and each replica has its own batch. `hook_points` lists the vLLM
+attributes that every supported version must have.
 """
 
 from __future__ import annotations
@@ -17,25 +18,24 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from alignkit.errors import UnsupportedError
 from alignkit.ops import library
-from alignkit.vllm.parallel import EXPERTS, GROUP, REPLICAS
+from alignkit.vllm.parallel import DP_GROUP, EP_GROUP, TP_GROUP
 
 ROUTERS = ("FusedTopKRouter", "CPURouter")
-"""Those of vLLM that may be the plain choice of the best, by softmax or by sigmoid with a bias and groups."""
+"""Supported router classes of vLLM: plain top-k, by softmax, or by sigmoid with a bias and expert groups."""
 
-SHARED = ("Qwen2MoeMLP", "Glm4MoeMLP")
-"""Those of vLLM's MLPs that a shared expert may be."""
+SHARED_EXPERTS = ("Qwen2MoeMLP", "Glm4MoeMLP")
+"""Supported classes of a shared expert."""
 
 
 class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
-    """The weights as they were loaded: no kernel of vLLM's is chosen, for which they would be padded, packed or
-    turned round."""
+    """Expert weights as loaded, without a vLLM kernel, which would pad, pack or transpose them."""
 
     def __init__(self, moe) -> None:
         super(UnquantizedFusedMoEMethod, self).__init__(moe)
 
     @property
     def supports_internal_mk(self) -> bool:
-        return True  # until 0.26 vLLM makes a kernel for methods that have none of their own
+        return True  # until 0.26 vLLM creates a kernel for methods that return False
 
     @property
     def is_monolithic(self) -> bool:
@@ -49,31 +49,31 @@ class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
         return hidden_size, intermediate_size_per_partition
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leaves the weights as they were loaded."""
+        """Keep the weights as loaded."""
 
     def apply(self, *args, **kwargs):
-        raise UnsupportedError("experts computed outside MoERunner.forward")
+        raise UnsupportedError("experts must be computed in MoERunner.forward")
 
 
 class AlignedMoERunner(MoERunner):
-    """The whole of a mixture: the router's logits, its choice, the experts and their sum over ranks, and the shared expert."""
+    """An MoE layer: the router, the routed experts, their sum over ranks, and the shared expert."""
 
     def __init__(self, *args, shared_experts: torch.nn.Module | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._shared: Any = shared_experts
-        if reasons := [reason for reason, present in _unknown(self) if present]:
-            raise UnsupportedError(f"mixture of experts {self.layer_name}: {', '.join(reasons)}")
+        if reasons := [reason for reason, present in _unsupported(self) if present]:
+            raise UnsupportedError(f"MoE layer {self.layer_name}: not supported: {', '.join(reasons)}")
         if self._shared is not None:
             self._shared.down_proj.reduce_results = True
         ranks, experts = self.moe_config.moe_parallel_config, self.routed_experts
         self._experts = experts.global_num_experts
-        self._first = ranks.ep_rank * experts.local_num_experts
-        group = EXPERTS if ranks.dp_size > 1 else GROUP
+        self._first_expert = ranks.ep_rank * experts.local_num_experts
+        group = EP_GROUP if ranks.dp_size > 1 else TP_GROUP
         self._tp, self._ep = (group if size > 1 else "" for size in (ranks.tp_size, ranks.ep_size))
-        self._rows = _whose_rows(ranks)
+        self._rows = _row_group(ranks)
 
     def forward(self, hidden_states, router_logits, input_ids=None, shared_experts_input=None):
-        if self.gate is not None:  # else the model has called it
+        if self.gate is not None:  # otherwise the model has called the gate
             router_logits, _ = self.gate(hidden_states)
         experts = self.routed_experts
         grouped = experts.use_grouped_topk
@@ -85,8 +85,7 @@ class AlignedMoERunner(MoERunner):
             experts.e_score_correction_bias,
             experts.num_expert_group if grouped else 1,
             experts.topk_group if grouped else 1,
-            self.routed_scaling_factor
-            * experts.routed_scaling_factor,  # vLLM multiplies by one of them, the other is 1
+            self.routed_scaling_factor * experts.routed_scaling_factor,  # one of the two factors is 1
         )
         output = library.moe_experts(
             hidden_states,
@@ -95,63 +94,72 @@ class AlignedMoERunner(MoERunner):
             experts.w13_weight,
             experts.w2_weight,
             self._experts,
-            self._first,
+            self._first_expert,
             self._tp,
             self._ep,
             self._rows,
         )
-        return output if self._shared is None else library.add(output, self._of_all_tokens(hidden_states))
+        return output if self._shared is None else library.add(output, self._shared_output(hidden_states))
 
-    def _of_all_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """What the shared expert makes of x. vLLM would add each rank's part of it to that rank's part of the experts'
-        sum; here its second product is summed over ranks by itself, as a dense MLP's."""
+    def _shared_output(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the shared expert's output for x.
+
+        Stock vLLM adds the rank's partial sums of shared and routed experts, then all-reduces. Here the down projection
+        is summed over ranks separately, like a dense MLP's.
+        """
         shared = self._shared
         output, _ = shared.down_proj(shared.act_fn(shared.gate_up_proj(x)[0]))
         gate = getattr(shared, "expert_gate", None)
         return output if gate is None else library.sigmoid_mul(gate(x)[0], output)
 
 
-def _whose_rows(ranks: Any) -> str:
-    """Who has rows of their own: nobody, of one replica; each rank, if each is a replica or vLLM has divided the rows of
-    a replica among its ranks (sequence parallelism); else the replicas."""
+def _row_group(ranks: Any) -> str:
+    """Return the name of the group whose ranks hold distinct rows ('' for one replica).
+
+    It has all ranks if each rank is a replica, or if vLLM splits the rows of a replica over its ranks (sequence
+    parallelism). Otherwise it has one rank of each replica.
+    """
     if ranks.dp_size == 1:
         return ""
-    return EXPERTS if ranks.dp_size * ranks.sp_size == max(ranks.tp_size, ranks.ep_size) else REPLICAS
+    return EP_GROUP if ranks.dp_size * ranks.sp_size == max(ranks.tp_size, ranks.ep_size) else DP_GROUP
 
 
-def _unknown(runner: Any) -> Iterator[tuple[str, bool]]:
-    """What alignkit does not compute, by name, and whether it is asked for."""
+def _unsupported(runner: Any) -> Iterator[tuple[str, bool]]:
+    """Yield (unsupported feature, whether the layer uses it)."""
     config, experts, router = runner.moe_config, runner.routed_experts, runner.router
     ranks, placement = config.moe_parallel_config, experts.expert_map_manager
     method = type(experts.quant_method)
     yield f"quantization ({method.__name__})", method is not AlignedExpertsMethod
     shared = type(runner._shared).__name__
-    yield f"shared experts of {shared}", runner._shared is not None and shared not in SHARED
+    yield f"shared expert class {shared}", runner._shared is not None and shared not in SHARED_EXPERTS
     yield "shared experts computed by vLLM", runner.shared_experts is not None
-    yield "a gate of shared experts outside of them", runner.shared_expert_gate is not None
+    yield "shared expert gate outside the shared expert", runner.shared_expert_gate is not None
     yield "fused shared experts", placement.num_fused_shared_experts > 0
-    yield "transforms around the experts", (runner.routed_input_transform or runner.routed_output_transform) is not None
+    yield (
+        "input or output transforms of the routed experts",
+        (runner.routed_input_transform or runner.routed_output_transform) is not None,
+    )
     yield f"activation {config.activation}", config.activation != MoEActivation.SILU
     yield (
-        "a changed SwiGLU",
+        "SwiGLU parameters (limit, alpha, beta)",
         any(
             getattr(part, name, None) is not None
             for part in (config, experts)
             for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta")
         ),
     )
-    yield "biases of experts", config.has_bias
+    yield "expert biases", config.has_bias
     yield "LoRA", config.is_lora_enabled
-    yield "router weights on the input", experts.apply_router_weight_on_input
+    yield "router weights applied to the input", experts.apply_router_weight_on_input
     yield f"router {type(router).__name__}", type(router).__name__ not in ROUTERS
     softmax = experts.scoring_func == "softmax"
-    yield f"scores by {experts.scoring_func}", not softmax and experts.scoring_func != "sigmoid"
-    yield "groups of experts", softmax and experts.use_grouped_topk
-    yield "a routing function of the model's", experts.custom_routing_function is not None
-    yield "a bias of the choice", softmax and experts.e_score_correction_bias is not None
-    yield "two scales of the routed output", 1.0 not in (runner.routed_scaling_factor, experts.routed_scaling_factor)
+    yield f"score function {experts.scoring_func}", not softmax and experts.scoring_func != "sigmoid"
+    yield "expert groups with softmax scores", softmax and experts.use_grouped_topk
+    yield "custom routing function", experts.custom_routing_function is not None
+    yield "router bias with softmax scores", softmax and experts.e_score_correction_bias is not None
+    yield "two routed scaling factors", 1.0 not in (runner.routed_scaling_factor, experts.routed_scaling_factor)
     yield "redundant experts", config.num_experts != config.num_logical_experts or ranks.enable_eplb
-    yield f"{placement.placement_strategy} placement", placement.placement_strategy != "linear"
+    yield f"expert placement {placement.placement_strategy}", placement.placement_strategy != "linear"
     yield "context parallelism", ranks.pcp_size > 1
     yield "sequence parallelism without data parallelism", ranks.is_sequence_parallel and ranks.dp_size == 1
-    yield "sums over ranks left to later", getattr(config, "skip_final_all_reduce", False)  # not in 0.24
+    yield "deferred all-reduce", getattr(config, "skip_final_all_reduce", False)  # absent in 0.24

@@ -1,4 +1,4 @@
-"""The front end's part: requests are refused where they are made, before they reach a worker."""
+"""The front end's input processor, which rejects unsupported requests before they reach a worker."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from alignkit.vllm.worker_class import is_aligned
 
 
 class RefusedRequest(UnsupportedError, versions.resolve(versions.installed().client_error)):
-    """Of vLLM's kind too: of other errors, its server tells a client nothing."""
+    """A rejected request. Its second base is vLLM's client error: the server returns the message of no other error."""
 
 
 class AlignedInputProcessor(InputProcessor):
     def __init__(self, vllm_config, *args, **kwargs) -> None:
-        _require_aligned(vllm_config)  # an engine starts here whatever made its configuration
+        _require_aligned(vllm_config)  # every engine passes here, however its configuration was created
         refuse_config(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
@@ -26,12 +26,12 @@ class AlignedInputProcessor(InputProcessor):
         mode = self.model_config.logprobs_mode
         reasons = request_reasons(params, mode)
         if reasons:
-            raise RefusedRequest(f"alignkit cannot keep {mode} aligned under {', '.join(reasons)}")
+            raise RefusedRequest(f"{mode}: alignkit does not support logprobs with {', '.join(reasons)}")
         return super()._validate_params(params, *args, **kwargs)
 
 
 def refuse_stock(validate_params):
-    """`InputProcessor._validate_params` for as long as vLLM is patched: a stock engine gets no requests."""
+    """Wrap `InputProcessor._validate_params` to reject the requests of stock engines while vLLM is patched."""
 
     @functools.wraps(validate_params)
     def validate(self, *args, **kwargs):
@@ -44,6 +44,6 @@ def refuse_stock(validate_params):
 def _require_aligned(vllm_config) -> None:
     if not is_aligned(vllm_config):
         raise RefusedRequest(
-            "this engine, or its configuration, was made before patch_vllm(): "
-            "make it after, or undo the patch to use it as it is"
+            "this engine or its configuration was created before patch_vllm(). "
+            "Create it after the patch, or undo the patch to use it unaligned."
         )

@@ -1,8 +1,8 @@
-"""vLLM's layers with alignkit's ops inside, and the scope in which vLLM builds a model out of them.
+"""Subclasses of vLLM's layers that call alignkit's ops, and the context in which vLLM builds models from them.
 
-Each class keeps vLLM's parameters, weight loading and tensor-parallel layout, and replaces what is computed.
-Weights stay plain tensors (vLLM would pack them for oneDNN on the CPU), so an update in place reaches the
-numbers. What runs in the trunk's `forward` methods is compiled whole: they call custom ops and reshape, and nothing else.
+Each class inherits vLLM's parameters, weight loading and tensor-parallel layout, and overrides the computation.
+Weights stay plain tensors (on the CPU vLLM would pack them for oneDNN), so in-place updates take effect. torch.compile
+compiles the decoder layers' `forward` methods in full graphs, so these methods only call custom ops and reshape.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from alignkit.ops import library
 from alignkit.vllm import versions
 from alignkit.vllm.attention import AlignedAttentionBackend
 from alignkit.vllm.experts import AlignedExpertsMethod, AlignedMoERunner
-from alignkit.vllm.parallel import GROUP
+from alignkit.vllm.parallel import TP_GROUP
 from alignkit.vllm.policy import VOCAB_SIZE
 
 
 class AlignedLinearMethod(UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leaves the weight as it was loaded."""
+        """Keep the weight as loaded."""
 
     def apply(self, layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return library.linear(x, layer.weight, bias)
@@ -63,14 +63,14 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
 
 class AlignedEmbeddingMethod(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leaves the weight as it was loaded."""
+        """Keep the weight as loaded."""
 
     def apply(self, layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        raise UnsupportedError("logits made outside LogitsProcessor.forward: they would not stay fp32")
+        raise UnsupportedError("logits must be computed in LogitsProcessor.forward, which keeps them in fp32")
 
 
 class _Linear:
-    """Mixin: the linear method is alignkit's."""
+    """Mixin that sets alignkit's linear method."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -79,7 +79,10 @@ class _Linear:
 
 
 class _Router(_Linear):
-    """Mixin: the logits of a router or gate stay fp32. Stock they are rounded, and of kernels that change with the number of rows."""
+    """Mixin that returns the logits of a router or gate in fp32.
+
+    Stock vLLM rounds them, and its kernel depends on the number of rows.
+    """
 
     def forward(self: Any, x: torch.Tensor):
         logits = library.linear_fp32(x, self.weight, self.bias)
@@ -87,12 +90,11 @@ class _Router(_Linear):
 
 
 class AlignedReplicatedLinear(_Router, ReplicatedLinear):
-    """In the models that alignkit knows, only routers are replicated, which vLLM makes of this class until 0.26, and the gates of
-    shared experts."""
+    """A router (vLLM until 0.26) or a shared expert's gate: supported models have no other replicated linear layers."""
 
 
 class AlignedGateLinear(_Router, GateLinear):
-    """Its weight is of the model's type, as in Megatron-core: the product needs no more, and a model's may ask for fp32."""
+    """A router whose weight has the model's dtype, as in Megatron-core, even if the model requests fp32."""
 
     def __init__(self, *args, params_dtype: torch.dtype | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -111,12 +113,15 @@ class AlignedQKVParallelLinear(_Linear, QKVParallelLinear):
 
 
 class AlignedRowParallelLinear(_Linear, RowParallelLinear):
-    """Gives whole sums. One that was to give partial ones is refused once the model is built, unless it is of a shared
-    expert, whose mixture asks for the whole."""
+    """A row-parallel layer that returns complete sums.
+
+    After the build, `refuse_model` rejects layers with reduce_results=False. The MoE runner sets it to True for a
+    shared expert.
+    """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._group = GROUP if self.tp_size > 1 else ""
+        self._group = TP_GROUP if self.tp_size > 1 else ""
 
     def forward(self, input_):
         if not self.input_is_parallel:
@@ -129,13 +134,13 @@ class AlignedRowParallelLinear(_Linear, RowParallelLinear):
 
 
 class _Embedding:
-    """Mixin: the lookup is vLLM's, and exact; the weight stays plain."""
+    """Mixin that keeps vLLM's lookup, which is exact, and the plain weight."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         _require_plain(self, UnquantizedEmbeddingMethod)
         if self.num_added_embeddings:  # pyright: ignore[reportAttributeAccessIssue] - vLLM's class has it
-            raise UnsupportedError("a vocabulary with added embeddings (LoRA)")
+            raise UnsupportedError("vocabulary: added embeddings (LoRA) are not supported")
         self.quant_method = AlignedEmbeddingMethod()
 
 
@@ -151,7 +156,7 @@ class AlignedRMSNorm(RMSNorm):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         if self.variance_size_override is not None or not self.has_weight:
-            raise UnsupportedError("RMSNorm over a part of the hidden size, or without a weight")
+            raise UnsupportedError("RMSNorm: var_hidden_size and a missing weight are not supported")
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
         if residual is None:
@@ -166,19 +171,19 @@ class AlignedSiluAndMul(SiluAndMul):
 
 
 class _Rotary:
-    """Mixin: the table is ``ops.rope_table``'s, in fp32."""
+    """Mixin that uses the fp32 table of `ops.rope_table`."""
 
     scaling: Scaling | None = None
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
-        return torch.empty(0)  # vLLM would round it to the model's type
+        return torch.empty(0)  # vLLM's table has the model's dtype; _make_table replaces it
 
     def _make_table(self: Any, positions: int) -> None:
         if not self.is_neox_style:
-            raise UnsupportedError("interleaved rotary embedding")
-        device = torch.get_default_device()  # while it builds, the model's
+            raise UnsupportedError("rotary embedding: the interleaved layout is not supported, only neox")
+        device = torch.get_default_device()  # the model's device during the build
         table = ops.rope_table(self.rotary_dim, positions, self.base, scaling=self.scaling)
-        # A copy of its own: vLLM's sleep mode takes the memory away from under a model's buffers.
+        # Copy the table, which `ops.rope_table` caches: vLLM's sleep mode frees the memory of a model's buffers.
         self.register_buffer("cos_sin_cache", table.to(device, copy=True), persistent=False)
 
     def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
@@ -186,7 +191,7 @@ class _Rotary:
         return q.view(query.shape), k.view(key.shape)
 
     def normed(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, q_norm, k_norm):
-        """`forward` of what the norms make of each head."""
+        """Normalize each head by `q_norm` and `k_norm`, then rotate, in one op."""
         heads = self._heads(positions, query, key)
         norms = q_norm.weight, k_norm.weight, q_norm.variance_epsilon
         q, k = library.qk_norm_rope(*heads, *norms, positions, self.cos_sin_cache, self.rotary_dim)
@@ -194,7 +199,7 @@ class _Rotary:
 
     def _heads(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None):
         if positions.dim() != 1 or key is None:
-            raise UnsupportedError("multi-dimensional positions (M-RoPE), or keys shared between layers")
+            raise UnsupportedError("rotary embedding: M-RoPE positions and KV sharing between layers are not supported")
         return (t.view(positions.shape[0], -1, self.head_size) for t in (query, key))
 
 
@@ -220,8 +225,10 @@ class AlignedYaRNScalingRotaryEmbedding(_Rotary, YaRNScalingRotaryEmbedding):
 
 
 class NormedAttention:
-    """Mixin: queries and keys are normalised and rotated by one op. The norms are modules yet, which hold the weights;
-    nobody calls them."""
+    """Mixin that normalizes and rotates queries and keys in one op.
+
+    The norm modules only hold the weights; their `forward` is not called.
+    """
 
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
@@ -243,17 +250,19 @@ class AlignedLogitsProcessor(LogitsProcessor):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         if self.logits_as_input:
-            raise UnsupportedError("logits_as_input: the model makes its logits itself")
+            raise UnsupportedError("LogitsProcessor: logits_as_input=True is not supported")
         settings = get_current_vllm_config().additional_config
         self._vocab_size = (
             settings.get(VOCAB_SIZE, self.org_vocab_size) if isinstance(settings, dict) else self.org_vocab_size
         )
 
     def forward(self, lm_head, hidden_states, embedding_bias=None, skip_gather: bool = False):
-        """Logits fp32 [T, org_vocab_size], the ones before temperature in `ops.linear_logp`. Ids beyond the vocabulary
-        that the engine was given have -inf: they are never sampled, and count as little as absent ones."""
+        """Return fp32 logits [T, org_vocab_size], equal to the logits of `ops.linear_logp` before temperature.
+
+        Ids beyond the engine's vocabulary size have logit -inf: they are never sampled and have no probability.
+        """
         if skip_gather:
-            raise UnsupportedError("batch-sharded sampling")
+            raise UnsupportedError("batch-sharded sampling is not supported")
         logits = ops.head_logits(
             hidden_states, lm_head.weight, embedding_bias, soft_cap=self.soft_cap, logit_scale=self.scale
         )
@@ -266,10 +275,10 @@ class AlignedLogitsProcessor(LogitsProcessor):
         return logits[..., : self.org_vocab_size]
 
     def get_top_tokens(self, *args, **kwargs):
-        raise UnsupportedError("vocabulary-parallel argmax (speculative decoding)")
+        raise UnsupportedError("vocabulary-parallel argmax (speculative decoding) is not supported")
 
     def get_top_k_tokens(self, *args, **kwargs):
-        raise UnsupportedError("vocabulary-parallel top-k (speculative decoding)")
+        raise UnsupportedError("vocabulary-parallel top-k (speculative decoding) is not supported")
 
 
 ALIGNED = {
@@ -292,30 +301,39 @@ ALIGNED = {
     "Qwen3Attention": AlignedQwen3Attention,
     "Qwen3MoeAttention": AlignedQwen3MoeAttention,
 }
-"""vLLM's class name -> the class that takes its place."""
+"""Name of a vLLM class -> the class that replaces it.
 
-OF_MODELS = (qwen3.Qwen3Attention, qwen3_moe.Qwen3MoeAttention)
-"""Of vLLM's classes, those that its registry does not exchange: the file of a model makes them by name."""
+A built model may contain only these classes and the containers in `refuse.STRUCTURE`. A name also needs a hook point,
+and an op that `alignkit bisect --swap` replaces needs it in `LAYERS` of `alignkit.drift.bisect.vllm_worker`.
+"""
+
+MODEL_CLASSES = (qwen3.Qwen3Attention, qwen3_moe.Qwen3MoeAttention)
+"""Classes that vLLM's registry cannot replace, because model files instantiate them by name."""
 
 
 @contextmanager
 def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = True) -> Iterator[None]:
-    """Inside, vLLM builds models out of the classes above; outside, and in every model built there, nothing
-    changes. Raises UnsupportedError if a layer is already replaced by someone else.
+    """Within the block, vLLM builds models from aligned classes. Models built outside of it do not change.
 
-    names, attention: which of vLLM's classes, and whether its attention; `alignkit bisect` exchanges one at a time."""
+    Args:
+        names: Names of the vLLM classes to replace, by default all. `alignkit bisect` replaces one at a time.
+        attention: Whether to replace the attention backend too.
+
+    Raises:
+        UnsupportedError: If another vLLM plugin has already replaced one of the classes.
+    """
     registry = custom_op.op_registry_oot
     entry: Any = AttentionBackendEnum[versions.installed().attention]
-    in_files = [(sys.modules[cls.__module__], cls.__name__, cls) for cls in OF_MODELS]
+    model_classes = [(sys.modules[cls.__module__], cls.__name__, cls) for cls in MODEL_CLASSES]
     taken = sorted(ALIGNED.keys() & registry.keys())
-    taken += [name for file, name, cls in in_files if getattr(file, name) is not cls]
+    taken += [name for file, name, cls in model_classes if getattr(file, name) is not cls]
     if taken or entry.is_overridden():
         raise UnsupportedError(f"{', '.join(taken) or entry.name}: already replaced by another vLLM plugin")
-    # vLLM shares rotary embeddings between models and remembers backends: neither may cross the border.
+    # vLLM caches rotary embeddings and attention backends globally: clear both caches here and at the end.
     ropes = dict(rotary_embedding._ROPE_DICT)
     backend = AlignedAttentionBackend
     registry.update({name: ALIGNED[name] for name in names})
-    for file, name, _ in in_files:
+    for file, name, _ in model_classes:
         if name in names:
             setattr(file, name, ALIGNED[name])
     if attention:
@@ -327,7 +345,7 @@ def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = Tr
     finally:
         for name in ALIGNED:
             registry.pop(name, None)
-        for file, name, cls in in_files:
+        for file, name, cls in model_classes:
             setattr(file, name, cls)
         if attention:
             entry.clear_override()
@@ -339,4 +357,4 @@ def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = Tr
 def _require_plain(layer: Any, method: type) -> None:
     if type(layer.quant_method) is not method:
         name = type(layer.quant_method).__name__
-        raise UnsupportedError(f"quantization ({name} in {type(layer).__name__})")
+        raise UnsupportedError(f"{type(layer).__name__}: quantization is not supported ({name})")

@@ -1,8 +1,9 @@
-"""What an engine runs, looked at while it runs: not what was once built.
+"""Checks that a running engine still consists of the parts that alignkit built.
 
-Looked at are the model's modules, the samplers, and the classes of both. Python lets any of them be replaced at any
-time: a module by another, a method on an object or a class, or what a module gives by a hook. Not looked at are the
-values of weights and buffers, alignkit's functions below these classes, and vLLM's runner, scheduler and front end.
+The checks cover the model's modules, the samplers, and the classes of both. Python code can replace any of them at any
+time: a module, a method of an object or a class, or a module's output by a hook. The checks do not cover the values of
+weights and buffers, alignkit's functions that these classes call, and vLLM's runner, scheduler and front end. Faults
+become the text of an UnsupportedError; tests/vllm/test_live.py matches it.
 """
 
 from __future__ import annotations
@@ -31,36 +32,40 @@ from alignkit.vllm.layers import (
 from alignkit.vllm.refuse import refuse_model
 from alignkit.vllm.sampler import AlignedSampler, ProcessedLogprobs
 
-PARTS_A_STEP = 4
-"""Modules, or groups of a class's methods, that one step of the engine looks at, in turn: microseconds."""
-METHODS_A_PART = 8
+PARTS_PER_STEP = 4
+"""Parts (modules, or groups of methods) that each engine step checks, round-robin. This takes microseconds."""
+METHODS_PER_PART = 8
+"""Methods of a class per part of a step's check."""
 ENGINE = ("vllm", "torch", "alignkit")
-"""Packages whose classes compute something here; their methods must be theirs, or of Python's own library."""
+"""Packages whose classes compute in the engine; their methods must come from them or from the standard library."""
 
-PYTHON = sys.stdlib_module_names | {"typing_extensions"}
+STANDARD_LIBRARY = sys.stdlib_module_names | {"typing_extensions"}
 
 CASTS = ("float", "half", "bfloat16")
-"""Methods of torch.nn.Module that change the type of a module's weights. TransformerEngine replaces them for all modules when it is
-imported, by others that know its own tensors too."""
+"""Methods of torch.nn.Module that cast weights. Importing TransformerEngine replaces them with its own versions."""
 
-_first: dict[type, dict[str, Any]] = {}
-"""By class: its methods when they were first looked at."""
+_first_methods: dict[type, dict[str, Any]] = {}
+"""Class -> its methods at the first check."""
 
 
 class Watch:
-    """Of one worker's `runner`, from the moment its model is loaded."""
+    """The checks of one worker's `runner`, created when its model has been loaded."""
 
     def __init__(self, runner, config) -> None:
         self._runner, self._config, self._v2 = runner, config, config.use_v2_model_runner
         self._read = architecture(config.model_config)
         self._kinds: set[type] = set()
         self._methods: list[_Methods] = []
-        self._parts = self._in_turn()
+        self._parts = self._cycle()
         self._suspect = False
 
     def inspect(self) -> dict[str, int]:
-        """Looks at all of it: how many modules there are by aligned class. Raises UnsupportedError naming what was
-        replaced, or was built otherwise than config.json says; steps raise it too until that is mended."""
+        """Check all parts and values; return the number of modules per aligned class.
+
+        Raises:
+            UnsupportedError: If a part was replaced, or differs from config.json. Every later step raises it too, until
+                a check passes.
+        """
         self._suspect = True
         model = self._runner.get_model()
         counts = refuse_model(model, tuple(ALIGNED.values()))
@@ -72,7 +77,7 @@ class Watch:
         faults += [
             f"{name}: {fault}" for name, part, kind in self._sampling() for fault in _sampling_faults(part, kind)
         ]
-        faults += [f"{where}: {_name(hook)}" for where, hook in _global_hooks() if not _is_vllms(hook)]
+        faults += [f"{where}: {_name(hook)}" for where, hook in _global_hooks() if not _is_allowed(hook)]
         parts = [
             *model.modules(),
             *(part for _, part, _ in self._sampling()),
@@ -80,22 +85,24 @@ class Watch:
             *(m.quant_method for m in model.modules() if hasattr(m, "quant_method")),
         ]
         classes = dict.fromkeys(c for part in parts for c in _classes(type(part)))
-        faults += [f"{c.__qualname__}.{name} is replaced" for c in classes for name in _replaced_methods(c)]
-        if not faults:  # the parts are what they are taken for
+        faults += [f"{c.__qualname__}.{name} was replaced" for c in classes for name in _replaced_methods(c)]
+        if not faults:  # the parts have the attributes that this reads
             faults = deviations(model, self._read, self._config.parallel_config.tensor_parallel_size)
         if faults:
             raise UnsupportedError(
-                "vLLM does not run what alignkit keeps aligned: "
+                "vLLM engine: parts are not aligned: "
                 + "; ".join(faults[:8])
                 + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
             )
         self._kinds = {type(m) for m in model.modules()}
-        self._methods = [_Methods(vars(c), len(vars(c)), tuple(group)) for c in classes for group in _groups(_first[c])]
+        self._methods = [
+            _Methods(vars(c), len(vars(c)), tuple(group)) for c in classes for group in _groups(_first_methods[c])
+        ]
         self._suspect = False
         return {**counts, AlignedAttentionImpl.__name__: len(attention), type(self._runner.sampler).__name__: 1}
 
     def step(self) -> None:
-        """Looks at the samplers and at the next few of the other parts, and at all if one of those is not as it was."""
+        """Check the samplers and the next few other parts; if one has changed, check everything."""
         if self._suspect or self._seems_replaced():
             self.inspect()
 
@@ -105,22 +112,22 @@ class Watch:
         for _, part, kind in self._sampling():
             if _sampling_faults(part, kind):
                 return True
-        for part in islice(self._parts, PARTS_A_STEP):
-            if part.another() if isinstance(part, _Methods) else self._is_another(part):
+        for part in islice(self._parts, PARTS_PER_STEP):
+            if part.changed() if isinstance(part, _Methods) else self._changed(part):
                 return True
         return False
 
-    def _is_another(self, module: torch.nn.Module) -> bool:
+    def _changed(self, module: torch.nn.Module) -> bool:
         if type(module) not in self._kinds or _faults(module):
             return True
         return isinstance(module, Attention) and self._attention_fault(module) is not None
 
-    def _in_turn(self) -> Iterator[torch.nn.Module | _Methods]:
+    def _cycle(self) -> Iterator[torch.nn.Module | _Methods]:
         while True:
             yield from [*self._runner.get_model().modules(), *self._methods]
 
     def _sampling(self) -> Iterator[tuple[str, Any, type]]:
-        """(name, what takes logprobs, the class it must be of)."""
+        """Yield (name, object that computes logprobs, its required class)."""
         runner, sampler = self._runner, self._runner.sampler
         if self._v2:
             from alignkit.vllm.sampler_v2 import AlignedPromptLogprobs, AlignedSamplerV2, AlignedStates
@@ -140,24 +147,24 @@ class Watch:
         if type(module.impl) is not AlignedAttentionImpl:
             return f"attention by {type(module.impl).__name__}"
         if not _methods(AlignedAttentionImpl).isdisjoint(vars(module.impl)):
-            return f"{_shadowed(module.impl)} of its attention is replaced"
-        # Attention runs in what is registered under the layer's name, not in the module that the model has.
+            return f"{_shadowed(module.impl)} of its attention was replaced"
+        # vLLM runs the attention module that is registered under the layer's name, not the one in the model.
         if self._config.compilation_config.static_forward_context.get(module.layer_name) is not module:
-            return "another module is registered under its name"
+            return "another module is registered under its layer name"
         return None
 
 
 class _Methods(NamedTuple):
-    """Some methods of a class, when all was as it should be; `size` counts all its attributes."""
+    """Some methods of a class, as of the last full check; `size` is the number of the class's attributes."""
 
     attributes: Mapping[str, Any]
     size: int
     methods: tuple[tuple[str, Any], ...]
 
-    def another(self) -> bool:
+    def changed(self) -> bool:
         if len(self.attributes) != self.size:
             return True
-        for name, method in self.methods:  # noqa: SIM110 - in every step: a generator takes longer
+        for name, method in self.methods:  # noqa: SIM110 - runs in every step; a generator is slower
             if self.attributes.get(name) is not method:
                 return True
         return False
@@ -165,26 +172,26 @@ class _Methods(NamedTuple):
 
 def _groups(methods: dict[str, Any]) -> Iterator[list[tuple[str, Any]]]:
     rest = iter(methods.items())
-    while group := list(islice(rest, METHODS_A_PART)):
+    while group := list(islice(rest, METHODS_PER_PART)):
         yield group
 
 
 def _faults(module: torch.nn.Module) -> list[str]:
-    """What keeps a module from running its class."""
+    """Return the reasons why a module does not run its class's methods alone."""
     own, found = vars(module), []
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         both = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
-        found += [f"forward hook {_name(hook)}" for hook in both if not _is_vllms(hook)]
+        found += [f"forward hook {_name(hook)}" for hook in both if not _is_allowed(hook)]
     if own.get("_compiled_call_impl") is not None:
-        found.append("compiled on its own")
+        found.append("compiled by Module.compile")
     if not _methods(type(module)).isdisjoint(own):
-        found.append(f"{_shadowed(module)} is replaced")
+        found.append(f"{_shadowed(module)} was replaced")
     method = own.get("quant_method")
     if method is not None and type(module) in _METHOD_OF:
         if type(method) is not _METHOD_OF[type(module)]:
             found.append(f"computed by {type(method).__name__}")
         elif vars(method) and not _methods(type(method)).isdisjoint(vars(method)):
-            found.append(f"{_shadowed(method)} of its {type(method).__name__} is replaced")
+            found.append(f"{_shadowed(method)} of its {type(method).__name__} was replaced")
     return found
 
 
@@ -192,17 +199,18 @@ _METHOD_OF = {aligned: AlignedLinearMethod for name, aligned in ALIGNED.items() 
     AlignedVocabParallelEmbedding: AlignedEmbeddingMethod,
     AlignedParallelLMHead: AlignedEmbeddingMethod,
 }
+"""Class of a layer -> the required class of its `quant_method`."""
 
 
 def _sampling_faults(part: Any, kind: type) -> list[str]:
     if type(part) is not kind:
         return [f"logprobs by {type(part).__name__}"]
-    if kind is TopKTopPSampler:  # vLLM chooses its `forward` for itself
+    if kind is TopKTopPSampler:  # vLLM binds `forward` to one of its methods
         own = getattr(part.forward, "__self__", None) is part and part.forward.__func__ in vars(kind).values()
-        return [] if own and not part._forward_hooks and not part._forward_pre_hooks else ["its forward is replaced"]
+        return [] if own and not part._forward_hooks and not part._forward_pre_hooks else ["its forward was replaced"]
     if isinstance(part, torch.nn.Module):
         return _faults(part)
-    return [f"{_shadowed(part)} is replaced"] if part is not None and _shadowed(part) else []
+    return [f"{_shadowed(part)} was replaced"] if part is not None and _shadowed(part) else []
 
 
 def _global_hooks() -> Iterator[tuple[str, Callable]]:
@@ -216,7 +224,7 @@ def _shadowed(part: Any) -> str:
 
 @functools.cache
 def _methods(kind: type) -> frozenset[str]:
-    """Names of the methods that an attribute of an object of this class would hide."""
+    """Return the names of a class's methods, which attributes of an object must not shadow."""
     return frozenset(name for c in kind.__mro__ if c is not object for name in _runs(c))
 
 
@@ -226,8 +234,11 @@ def _classes(kind: type) -> tuple[type, ...]:
 
 
 def _runs(kind: type) -> dict[str, Any]:
-    """What a class itself defines that is called. Not its ways to load weights and to change their type, which frameworks replace,
-    nor what vLLM puts on models for pipelines."""
+    """Return the methods that a class itself defines, by name.
+
+    This leaves out weight loading and casts, which frameworks replace, and the function that vLLM sets on models for
+    pipeline parallelism.
+    """
     return {
         name: value
         for name, value in vars(kind).items()
@@ -242,9 +253,9 @@ def _runs(kind: type) -> dict[str, Any]:
 
 
 def _replaced_methods(kind: type) -> list[str]:
-    """Names of a class's methods that are not as they were first seen, or that come from elsewhere."""
+    """Return the names of a class's methods that changed since the first check, or come from another package."""
     now = _runs(kind)
-    then = _first.setdefault(kind, now)
+    then = _first_methods.setdefault(kind, now)
     allowed = ENGINE if _package(kind.__module__) != "alignkit" else ("alignkit",)
     return sorted(
         name
@@ -258,13 +269,13 @@ def _comes_from(method: Any, packages: tuple[str, ...]) -> bool:
         method = method.fget
     while hasattr(method, "__func__") or isinstance(method, functools.partial):
         method = getattr(method, "__func__", None) or method.func
-    names = getattr(method, "__globals__", None)  # of its module; `__module__` is what `functools.wraps` copies
+    names = getattr(method, "__globals__", None)  # its module's globals: `functools.wraps` copies `__module__`
     package = _package(names["__name__"] if names else type(method).__module__)
-    return package in packages or package in PYTHON
+    return package in packages or package in STANDARD_LIBRARY
 
 
-def _is_vllms(hook: Callable) -> bool:
-    """Or alignkit's: vLLM's NVTX ranges and `alignkit bisect`'s recorder, which change nothing."""
+def _is_allowed(hook: Callable) -> bool:
+    """Return whether a hook is vLLM's (NVTX ranges) or alignkit's (the recorder of `alignkit bisect`)."""
     return _comes_from(hook, ("vllm", "alignkit"))
 
 

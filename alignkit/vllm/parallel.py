@@ -1,4 +1,8 @@
-"""vLLM's ranks, as alignkit's ops take them."""
+"""The process groups of vLLM as `TP` objects for alignkit's ops.
+
+`register_groups` registers them under names, which compiled graphs contain. vLLM caches such graphs on disk and other
+engines load them, so the names are the same for all engines.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +14,62 @@ from alignkit.dist import TP
 from alignkit.errors import BackendError
 from alignkit.ops import library
 
-GROUP = "vllm"
-"""What `ops.library` calls the tensor-parallel ranks of an engine. One name for all engines: it ends up in compiled graphs
-on disk, as the two below."""
-EXPERTS = "vllm-experts"
-"""With data parallelism, the ranks that share experts: those of all replicas, by replica, then by tensor-parallel rank."""
-REPLICAS = "vllm-replicas"
-"""With data parallelism, the ranks of one place in each replica."""
+TP_GROUP = "vllm"
+"""Name of the tensor-parallel group."""
+EP_GROUP = "vllm-experts"
+"""Name of the expert-parallel group. With data parallelism it has all ranks, ordered by replica, then by
+tensor-parallel rank."""
+DP_GROUP = "vllm-replicas"
+"""Name of the data-parallel group: the ranks with the same tensor-parallel rank in each replica."""
 
 
 class EngineTP(TP):
-    """The ranks of a group of vLLM's, gathering through vLLM's own communicator, which vLLM makes ready for CUDA graphs."""
+    """A `GroupCoordinator` of vLLM. It all-gathers with vLLM's communicator, which supports CUDA graph capture."""
 
-    def __init__(self, engine, called: str = "tensor-parallel") -> None:
-        self._engine = engine
-        super().__init__(engine.device_group, agreed=True, called=called)  # vLLM gives all ranks the same batch
+    def __init__(self, coordinator, label: str = "tensor-parallel") -> None:
+        self._coordinator = coordinator
+        super().__init__(coordinator.device_group, agreed=True, label=label)  # vLLM makes the same calls on all ranks
 
     def gather(self, t: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
             return t
-        return self._engine.device_communicator.all_gather(t.contiguous(), 0)
+        return self._coordinator.device_communicator.all_gather(t.contiguous(), 0)
 
 
-class Replicated(EngineTP):
-    """Ranks of several replicas, which have a batch each and bring rows of their own to a mixture of experts. vLLM lets all
-    replicas step together; one without requests has a dummy batch."""
+class AcrossReplicas(EngineTP):
+    """A group of ranks in different data-parallel replicas, which pass different rows to an MoE layer.
 
-    def __init__(self, engine, called: str) -> None:
-        super().__init__(engine, called)
-        self._share = self.size // get_dp_group().world_size  # ranks that divide the rows of a replica
+    Each replica has its own batch. vLLM runs the steps of all replicas together; a replica without requests runs a
+    dummy batch.
+    """
 
-    def height(self, rows: int) -> int:
-        """What the longest batch of a replica comes to on a rank. In CUDA graphs, all are as long: vLLM pads them."""
-        if not is_forward_context_available():  # our own, when the engine starts: all ranks run the same
+    def __init__(self, coordinator, label: str) -> None:
+        super().__init__(coordinator, label)
+        self._ranks_per_replica = self.size // get_dp_group().world_size  # they split the rows of a replica
+
+    def padded_rows(self, rows: int) -> int:
+        """Return the largest number of rows of any rank, to which all ranks pad.
+
+        During CUDA graph capture vLLM has already padded, so the counts must be equal.
+        """
+        if not is_forward_context_available():  # in warm-up, all ranks have the same number of rows
             return rows
         metadata = get_forward_context().dp_metadata
         if metadata is None:
-            raise BackendError("vLLM did not say how many rows its replicas have")
-        most = -(-int(metadata.num_tokens_across_dp_cpu.max()) // self._share)
-        if rows > most or (rows < most and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            raise BackendError(f"{rows} rows on a rank of which vLLM said {metadata.num_tokens_across_dp_cpu.tolist()}")
-        return most
+            raise BackendError("dp_metadata: vLLM's forward context must contain it with data parallelism, got None")
+        longest = -(-int(metadata.num_tokens_across_dp_cpu.max()) // self._ranks_per_replica)
+        if rows > longest or (
+            rows < longest and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        ):
+            raise BackendError(
+                f"rows: a rank has {rows}, but vLLM's replicas have {metadata.num_tokens_across_dp_cpu.tolist()} tokens"
+            )
+        return longest
 
 
-def name_groups(replicated: bool) -> None:
-    """Tells `ops.library` the ranks of the engine in this process. replicated: whether its replicas share experts."""
-    library.name_group(GROUP, EngineTP(get_tp_group()))
-    if replicated:
-        library.name_group(EXPERTS, Replicated(get_ep_group(), "expert-parallel"))
-        library.name_group(REPLICAS, Replicated(get_dp_group(), "data-parallel"))
+def register_groups(experts_shared: bool) -> None:
+    """Register the engine's groups in `ops.library`. experts_shared: whether data-parallel replicas share experts."""
+    library.register_group(TP_GROUP, EngineTP(get_tp_group()))
+    if experts_shared:
+        library.register_group(EP_GROUP, AcrossReplicas(get_ep_group(), "expert-parallel"))
+        library.register_group(DP_GROUP, AcrossReplicas(get_dp_group(), "data-parallel"))

@@ -1,8 +1,9 @@
-"""`patch_vllm()`: engines made after it are aligned, in every process they run in.
+"""`patch_vllm()`: engines created after the call are aligned, in every process that they run in.
 
-The patch itself is small. An engine's configuration is checked and given alignkit's worker; the worker, in
-whatever process it starts, builds the model out of alignkit's layers and verifies what it built. Nothing
-global changes in vLLM's layers, so an engine keeps what it was made with, patched or stock, for its life.
+The patch itself is small. It validates an engine's configuration and sets alignkit's worker class in it. The worker,
+in the process where it starts, builds the model from alignkit's layers and verifies the result. vLLM's layer classes
+do not change globally, so an engine stays aligned or stock, as created, for its lifetime. Public: docs/api/vllm.md
+documents `patch_vllm`, `Patch`, `status` and `worker_status` with the keys of their results.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from alignkit.errors import UnsupportedError
 from alignkit.vllm.policy import fusions
 from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.versions import VERSIONS, installed
-from alignkit.vllm.worker_class import MADE, is_aligned, worker_class
+from alignkit.vllm.worker_class import CONTRACT_KEY, is_aligned, worker_class
 
 ENV = Config.vllm.name
-"""Set to 1 while patched, so that processes started meanwhile patch themselves."""
-ASKED_FOR = frozenset({"enable_sp", "fuse_gemm_comms"})
-"""Compiler passes that vLLM turns on for those only who ask for them; others are defaults of its optimization levels."""
+"""Environment variable, set to 1 while patched, so that processes started meanwhile patch themselves."""
+OPT_IN_PASSES = frozenset({"enable_sp", "fuse_gemm_comms"})
+"""Compiler passes that vLLM enables only on request; optimization levels enable the others by default."""
 
 
 class Patch(engine_patch.Patch):
-    """Handle of a live patch; also a context manager. After its undo engines made from then on are stock again; those
-    made before stay aligned."""
+    """Handle of the live patch of vLLM; also a context manager.
+
+    Engines created after `undo()` are stock. Engines created before it stay aligned.
+    """
 
     engine, command = "vLLM", "patch_vllm"
 
@@ -42,7 +45,7 @@ class Patch(engine_patch.Patch):
 
         self.version = vllm.__version__
         VERSIONS.require(self.version)
-        VERSIONS.require_seams(Path(vllm.__file__).parent, self.version)
+        VERSIONS.require_hook_points(Path(vllm.__file__).parent, self.version)
 
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine import async_llm, llm_engine
@@ -61,7 +64,7 @@ class Patch(engine_patch.Patch):
         os.environ[ENV] = "1"
 
     def restored(self) -> None:
-        if "_env" in vars(self) and os.environ.get(ENV) == "1":  # as it was set here
+        if "_env" in vars(self) and os.environ.get(ENV) == "1":  # unchanged since the patch set it
             if self._env is None:
                 del os.environ[ENV]
             else:
@@ -72,25 +75,40 @@ class Patch(engine_patch.Patch):
 
 
 def patch_vllm() -> Patch:
-    """Aligns the vLLM engines that are made after this call and before the handle's `undo()`.
+    """Align the vLLM engines that are created between this call and the handle's `undo()`.
 
-    Patched again, it returns the live handle. An engine made before is refused requests until the undo.
-    Features that cannot be kept aligned are refused, by name, when an engine or a request asks for them.
-    Raises UnsupportedError if vLLM is absent or of a version that alignkit does not run on.
+    Engines created before the call reject requests until the undo. An engine or a request that uses an unsupported
+    feature raises UnsupportedError with the feature's name.
+
+    Returns:
+        The handle of the patch, also a context manager. A second call returns the live handle.
+
+    Raises:
+        UnsupportedError: If vLLM is not installed, or alignkit does not support its version.
     """
     return Patch.apply()
 
 
 def status() -> dict[str, Any]:
-    """What is patched in this process. Keys: patched, and if so version (of vLLM), contract, and names (that are
-    replaced)."""
+    """Return the state of the patch in this process.
+
+    Returns:
+        A dict with key `patched`; while patched also `version` (of vLLM), `contract` and `names` (the replaced names).
+    """
     return Patch.status()
 
 
 def worker_status(llm) -> list[dict] | Awaitable[list[dict]]:
-    """What each worker of a running `vllm.LLM` (or `LLMEngine`) computes with, in rank order: `patched`, and
-    if so `contract`, `backend`, `vllm`, the number of `modules` by aligned class, and whether sums over ranks go through
-    `symmetric_memory`. Of an `AsyncLLM`, to be awaited."""
+    """Return the state of each worker of a running engine, in rank order.
+
+    Args:
+        llm: A `vllm.LLM`, an `LLMEngine` or an `AsyncLLM`. For an `AsyncLLM`, await the result.
+
+    Returns:
+        A dict per worker with key `patched`. If True, also `contract`, `backend`, `vllm` (the version), `modules` (the
+        number per aligned class) and `symmetric_memory` (whether sums over ranks use it). If False because a part of
+        the engine was replaced, also `replaced`, a message with the part's name, and `vllm`.
+    """
     engine = getattr(llm, "llm_engine", llm)
     parallel = engine.vllm_config.parallel_config
     aligned, stock = is_aligned(engine.vllm_config), [{"patched": False}] * parallel.world_size
@@ -113,13 +131,13 @@ def _aligned_config(create_engine_config):
         worker = worker_class(self.worker_cls, version.worker.replace(":", "."))
         config = create_engine_config(self, *args, **kwargs)
         passes = config.compilation_config.pass_config
-        for fusion in set(fusions(passes)) - ASKED_FOR:  # there is nothing left that they would fuse
+        for fusion in set(fusions(passes)) - OPT_IN_PASSES:  # aligned models have no ops to fuse
             setattr(passes, fusion, False)
         refuse_config(config)
         config.parallel_config.worker_cls = worker
         config.attention_config.backend = AttentionBackendEnum[version.attention]
-        # vLLM keeps compiled models on disk by a hash of the configuration: aligned and stock ones must not meet.
-        config.additional_config = {**config.additional_config, MADE: version.family.contract_id}
+        # vLLM caches compiled models by a hash of the configuration. The contract id separates aligned from stock ones.
+        config.additional_config = {**config.additional_config, CONTRACT_KEY: version.family.contract_id}
         return config
 
     return create

@@ -1,4 +1,7 @@
-"""vLLM loads this entry point (`vllm.general_plugins`) in every process it starts."""
+"""The entry point of `vllm.general_plugins`, which vLLM loads in every process that it starts.
+
+pyproject.toml names `register`, so installed packages refer to it by this name.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ ENV = Config.vllm.name
 
 
 def register() -> None:
-    """Does nothing unless asked: by `patch_vllm()` in a parent process, or by the user's ALIGNKIT_VLLM.
+    """Patch vLLM if ALIGNKIT_VLLM is set, by the user or by `patch_vllm()` in a parent process.
 
-    vLLM calls it once in a process. If it fails, vLLM stops there; whoever catches that and tries again finds that
-    no engine can be made.
+    vLLM calls this function once per process. If the patch fails, the exception propagates. From then on, creating an
+    engine in this process raises UnsupportedError too, in case the caller catches the exception and continues.
     """
     try:
         if config.vllm:
@@ -32,7 +35,7 @@ def _refuse_engines(cause: Exception) -> None:
         from alignkit.errors import UnsupportedError
 
         raise UnsupportedError(
-            f"{ENV}={os.environ.get(ENV, '')}: vLLM could not be aligned when it loaded alignkit's plugin: {cause}"
+            f"{ENV}={os.environ.get(ENV, '')}: alignkit's plugin failed to patch vLLM: {cause}"
         ) from cause
 
     EngineArgs.create_engine_config = create_engine_config

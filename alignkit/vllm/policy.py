@@ -1,6 +1,8 @@
-"""What a `VllmConfig` may ask for: a table for it and for each of its parts that can change numbers.
+"""Allow-list policy for `VllmConfig`: one table for it, and one for each part that can affect numerics.
 
-Fields that are in no list must be at vLLM's default, and so must all that a later version brings.
+Fields outside the tables, including the new fields of later versions, must have vLLM's defaults. A field in `free` must
+not affect the bits of logprobs. tests/vllm/test_policy.py reports fields of a version that are in no table. The same
+tables check recipes (`alignkit.integrations.recipe.engines`), where `asked` has no version and only the model's dtype.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ from alignkit.engines.policy import Policy, Row
 from alignkit.vllm.versions import Version
 
 VOCAB_SIZE = "alignkit_vocab_size"
-"""In vLLM's ``additional_config``: how many ids the model's vocabulary has, if that is fewer than its config.json says."""
+"""Key in vLLM's ``additional_config``: the vocabulary size in ids, if smaller than config.json's."""
 ALL2ALL = "allgather_reducescatter"
-"""vLLM's default for exchanging rows between ranks that share experts. Others bring memory and processes of their own."""
+"""vLLM's default collectives for expert parallelism. Others allocate memory and start processes of their own."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 EXECUTORS = (None, "uni", "mp", "external_launcher", "ray")
-"""Who calls the workers. What one of somebody's own calls, the worker or what is in it, nobody knows here."""
+"""Supported executors. A custom executor could bypass the worker's checks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What the rows are read with: the version that is installed, and all of the configuration."""
+    """The context of the rows: the installed version and the whole configuration."""
 
     version: Version
     config: Any
@@ -41,13 +43,13 @@ class Asked:
 
     @property
     def exchanges(self) -> bool:
-        """Whether vLLM gets ready to exchange rows between ranks that share experts."""
+        """True if vLLM sets up communication between ranks that share experts."""
         parallel = self.config.parallel_config
         return parallel.enable_expert_parallel or parallel.data_parallel_size > 1
 
 
 def fusions(pass_config) -> list[str]:
-    """The compiler passes in a `PassConfig` that are on and replace arithmetic or communication."""
+    """Return the enabled compiler passes in a `PassConfig` that replace arithmetic or communication."""
     return [
         f.name
         for f in dataclasses.fields(pass_config)
@@ -55,8 +57,8 @@ def fusions(pass_config) -> list[str]:
     ]
 
 
-def _off(field: str, called: str) -> Row:
-    return Row(field, lambda value, _: value is None or value is False, called)
+def _off(field: str, feature: str) -> Row:
+    return Row(field, lambda value, _: value is None or value is False, feature)
 
 
 def _is_vocab_size(additional, model_config) -> bool:
@@ -67,8 +69,8 @@ def _is_vocab_size(additional, model_config) -> bool:
 
 
 ENGINE = Policy(
-    # Parts with tables of their own, parts that only speak to modules which are refused anyway, and how to load, serve,
-    # log and measure. Kernels are alignkit's whatever `kernel_config` says.
+    # Parts with tables below, parts that affect only unsupported modules, and settings for loading, serving, logging
+    # and profiling. The model uses alignkit's kernels for any `kernel_config`.
     free="""
         model_config parallel_config cache_config compilation_config scheduler_config attention_config
         mamba_config kernel_config ec_transfer_config ec_manager_config reasoning_config
@@ -84,6 +86,11 @@ ENGINE = Policy(
                 f"device {device.device_type} (no {device.device_type.upper()} backend yet for this version of vLLM)"
             ),
         ),
+        Row(
+            "quant_config",
+            lambda quantization, _: quantization is None,
+            lambda quantization, _: f"quantization ({type(quantization).__name__})",
+        ),
         _off("lora_config", "LoRA"),
         _off("speculative_config", "speculative decoding"),
         _off("watermark_config", "watermarking"),
@@ -95,21 +102,20 @@ ENGINE = Policy(
             "weight offloading",
         ),
         Row("aux_output_config", lambda aux, _: not aux.enable_return_routed_experts, "return of routed experts"),
-        Row("additional_config", lambda value, _: isinstance(value, dict), "an additional_config that is not a dict"),
+        Row("additional_config", lambda value, _: isinstance(value, dict), "additional_config (must be a dict)"),
         Row(
             "additional_config",
             lambda value, asked: _is_vocab_size(value, asked.config.model_config),
             lambda value, asked: (
-                f"{VOCAB_SIZE} {value[VOCAB_SIZE]!r} (it is no number of ids from 1 to the model's "
-                f"{asked.config.model_config.get_vocab_size()})"
+                f"{VOCAB_SIZE} {value[VOCAB_SIZE]!r} (must be an int in [1, "
+                f"{asked.config.model_config.get_vocab_size()}], the model's vocabulary size)"
             ),
         ),
     ),
-    called={"quant_config": "quantization"},
 )
 
 MODEL = Policy(
-    # `hf_config` is looked at by the families of models; what overrides change is found in the model that was built.
+    # `hf_config` is validated per model family. Overrides are detected in the built model.
     free="""
         model model_weights tokenizer tokenizer_mode trust_remote_code seed
         hf_config hf_text_config hf_config_path hf_overrides hf_token revision code_revision
@@ -126,7 +132,7 @@ MODEL = Policy(
     rows=(
         _off("quantization", "quantization ({value})"),
         Row("dtype", lambda dtype, _: dtype in (torch.bfloat16, torch.float32), "dtype {value}"),
-        # Others are read from another file; the training side is made from config.json.
+        # Other formats read other files, but the training side is built from config.json.
         Row("config_format", lambda name, _: name in ("auto", "hf"), "config_format {value}"),
         Row("model_impl", lambda impl, _: impl in ("auto", "vllm"), "model_impl {value}"),
         Row("logprobs_mode", lambda mode, _: mode in LOGPROBS_MODES, "logprobs_mode {value}"),
@@ -147,8 +153,9 @@ PARALLEL = Policy(
         data_parallel_size_local data_parallel_rank data_parallel_rank_local data_parallel_index
         data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port data_parallel_backend
         data_parallel_external_lb data_parallel_hybrid_lb _data_parallel_master_port_list dp_sync_interval
-        is_moe_model enable_expert_parallel enable_ep_weight_filter elastic_ep_max_dp_size enable_dbo ubatch_size dbo_decode_token_threshold
-        dbo_prefill_token_threshold disable_nccl_for_dp_synchronization disable_custom_all_reduce
+        is_moe_model enable_expert_parallel enable_ep_weight_filter elastic_ep_max_dp_size enable_dbo ubatch_size
+        dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization
+        disable_custom_all_reduce
         dcp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate cp_kv_cache_interleave_size
         _allow_auto_resolve_cp_interleave_size
         max_parallel_loading_workers enable_shm_tensor_arena fault_tolerance_config
@@ -163,26 +170,26 @@ PARALLEL = Policy(
         Row(
             "data_parallel_size",
             lambda size, asked: size <= 1 or asked.version.replicas,
-            "data parallelism inside vLLM (it has not been run on a GPU yet: start one engine per replica)",
+            "data parallelism inside vLLM (untested on GPUs with this version; start one engine per replica)",
         ),
         Row("decode_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
         Row("prefill_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
         _off("enable_batch_sharded_sampling", "batch-sharded sampling"),
-        _off("enable_eplb", "load balancing of experts (EPLB)"),
+        _off("enable_eplb", "expert load balancing (EPLB)"),
         Row("eplb_config", lambda eplb, _: eplb.num_redundant_experts == 0, "redundant experts"),
-        Row("expert_placement_strategy", lambda name, _: name == "linear", "{value} placement of experts"),
+        Row("expert_placement_strategy", lambda name, _: name == "linear", "expert_placement_strategy {value}"),
         Row("all2all_backend", lambda name, asked: name == ALL2ALL or not asked.exchanges, "all2all_backend {value}"),
         _off("enable_elastic_ep", "elastic expert parallelism"),
         Row(
             "enable_fault_tolerance",
             lambda on, asked: not (on and asked.config.parallel_config.data_parallel_size > 1),
-            "replicas that go on without one that failed (enable_fault_tolerance)",
+            "fault-tolerant data parallelism (enable_fault_tolerance)",
         ),
     ),
 )
 
 CACHE = Policy(
-    # Blocks, their number and what is kept of them; what only speaks to Mamba's layers. `sliding_window` is the model's.
+    # Blocks, prefix caching, and settings of Mamba layers. `sliding_window` is validated per model.
     free="""
         block_size user_specified_block_size _block_size_resolved effective_attention_block_size prefix_match_unit
         gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks kv_cache_memory_bytes
@@ -204,7 +211,7 @@ CACHE = Policy(
 )
 
 SCHEDULER = Policy(
-    # Which tokens share a batch: the contract's bits depend on none of it.
+    # Batch composition, which the contract's bits do not depend on.
     free="""
         max_num_batched_tokens max_num_scheduled_tokens max_num_seqs max_num_active_seqs
         max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold
@@ -216,7 +223,7 @@ SCHEDULER = Policy(
 )
 
 ATTENTION = Policy(
-    # These speak to other backends than alignkit's.
+    # Settings of backends other than alignkit's.
     free="""
         flash_attn_version use_prefill_decode_attention flash_attn_max_num_splits_for_cuda_graph
         tq_max_kv_splits_for_cuda_graph use_trtllm_attention disable_flashinfer_q_quantization mla_prefill_backend
@@ -231,12 +238,14 @@ ATTENTION = Policy(
             lambda backend, asked: backend is None or backend.name == asked.version.attention,
             "attention_backend {value.name}",
         ),
-        Row("backend_per_kind", lambda backends, _: not backends, "attention backends by kind of layer"),
+        Row(
+            "backend_per_kind", lambda backends, _: not backends, "attention backends per layer kind (backend_per_kind)"
+        ),
     ),
 )
 
 COMPILATION = Policy(
-    # Inside a compiled model each op is a custom op, whatever is compiled around it, and for which sizes.
+    # Each op is a custom op in the compiled model, so the code compiled around it and the sizes do not matter.
     free="""
         debug_dump_path local_cache_dir compile_cache_save_format custom_ops enabled_custom_ops disabled_custom_ops
         ir_enable_torch_wrap splitting_ops compile_sizes compile_ranges_endpoints dynamic_shapes_config
@@ -263,7 +272,7 @@ COMPILATION = Policy(
         Row(
             "cudagraph_mode",
             lambda _, asked: not (asked.captures and dist.strict()),
-            "ALIGNKIT_STRICT=1 in CUDA graphs (it waits for the device: set enforce_eager=True)",
+            "ALIGNKIT_STRICT=1 with CUDA graphs (it synchronizes with the device; set enforce_eager=True)",
         ),
         Row(
             "backend",
@@ -273,25 +282,25 @@ COMPILATION = Policy(
         Row(
             "use_inductor_graph_partition",
             lambda value, asked: not (asked.compiles and value),
-            "graphs partitioned by inductor",
+            "graph partitioning by inductor (use_inductor_graph_partition)",
         ),
-        Row("inductor_passes", lambda passes, _: not passes, "compiler passes of your own"),
+        Row("inductor_passes", lambda passes, _: not passes, "custom compiler passes (inductor_passes)"),
         Row(
             "cache_dir",
             lambda folder, asked: not (asked.compiles and folder),
-            "a cache_dir of your own for compiled models (a stock engine's could be in it)",
+            "custom cache_dir for compiled models (it may contain models of stock engines)",
         ),
         Row(
             "pass_config",
             lambda passes, _: not fusions(passes),
-            lambda passes, _: f"fusion by the compiler ({', '.join(fusions(passes))})",
+            lambda passes, _: f"compiler fusion passes ({', '.join(fusions(passes))})",
         ),
     ),
 )
 
 PASSES = Policy(
     free="eliminate_noops rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb sp_min_token_num",
-    inert=("fuse_", "enable_"),  # all of them are looked at as COMPILATION's `pass_config`
+    ignored_prefixes=("fuse_", "enable_"),  # COMPILATION validates these as `pass_config`
 )
 
 PARTS = (
@@ -304,4 +313,4 @@ PARTS = (
     ("compilation_config", COMPILATION),
     ("compilation_config.pass_config", PASSES),
 )
-"""Where in a `VllmConfig`, and its table."""
+"""Parts of a `VllmConfig`: (dotted name, table)."""

@@ -1,4 +1,7 @@
-"""What alignkit refuses in vLLM, by name: of an engine's configuration, of a request, of a built model."""
+"""Validation of vLLM's engine configuration, requests and built models: unsupported features raise an error by name.
+
+Each reason names the setting that the user can change; tests/vllm/test_refusals.py and test_experts.py match the texts.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ from alignkit.vllm.versions import Version, installed
 STRUCTURE = frozenset(("ModuleList", "Attention", "ApplyRotaryEmb", "RoutedExperts")).union(
     *(f.structure for f in FAMILIES.values())
 )
-"""Classes of a built model that only arrange others. Any other class must be one of alignkit's."""
+"""Classes of container modules in a built model. Every other module must be of an aligned class."""
 
-_COUNTS = frozenset(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
-"""Fields in which configurations say how many experts there are."""
+_EXPERT_COUNTS = frozenset(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
+"""Fields of HF configurations that hold the number of experts."""
 
 
 def refuse_config(config) -> None:
-    """Raises UnsupportedError naming all that a `VllmConfig` asks for and alignkit cannot keep aligned."""
+    """Raise UnsupportedError with all settings of a `VllmConfig` that alignkit does not support."""
     asked, model = Asked(installed(), config), config.model_config
     reasons = [reason for part, table in PARTS for reason in part_reasons(asked, part, table)]
     reasons += [
@@ -38,38 +41,36 @@ def refuse_config(config) -> None:
         for name, present in {
             "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": config.use_v2_model_runner
             and not asked.version.graphs,
-            "micro-batches that overlap": config.parallel_config.use_ubatching,
+            "overlapping micro-batches": config.parallel_config.use_ubatching,
             f"runner {model.runner_type}": model.runner_type != "generate",
-            "VLLM_BATCH_INVARIANT=1 (other kernels for the same purpose: unset it)": _is_set("VLLM_BATCH_INVARIANT"),
-            "the front end in Rust (VLLM_USE_RUST_FRONTEND: it would admit requests that must be refused)": _is_set(
+            "VLLM_BATCH_INVARIANT=1 (it selects other kernels; unset it)": _is_set("VLLM_BATCH_INVARIANT"),
+            "the Rust front end (VLLM_USE_RUST_FRONTEND; it would accept unsupported requests)": _is_set(
                 "VLLM_USE_RUST_FRONTEND"
             ),
-            "Ray's first executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0: its steps go past the worker)": (
+            "Ray's V1 executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0; its steps bypass the worker's checks)": (
                 config.parallel_config.distributed_executor_backend == "ray"
                 and not _is_set("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", default="1")
             ),
-            "CUDA graphs without torch.compile between them (VLLM_USE_BREAKABLE_CUDAGRAPH)": _is_set(
-                "VLLM_USE_BREAKABLE_CUDAGRAPH"
-            ),
+            "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH)": _is_set("VLLM_USE_BREAKABLE_CUDAGRAPH"),
         }.items()
         if present
     ]
-    reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window, asked.version) or _reading_reasons(
+    reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window, asked.version) or _config_reasons(
         model, config.parallel_config
     )
     if reasons:
-        raise UnsupportedError(f"alignkit cannot keep this vLLM engine aligned: {'; '.join(dict.fromkeys(reasons))}")
+        raise UnsupportedError(f"vLLM engine: unsupported settings: {'; '.join(dict.fromkeys(reasons))}")
 
 
 def part_reasons(asked: Asked, part: str, table: Policy) -> list[str]:
-    """What in one part of a configuration, by its dotted name, the `table` does not allow."""
+    """Return the reasons of `table` against one part of a configuration, given by its dotted name."""
     value = operator.attrgetter(part)(asked.config) if part else asked.config
     return list(refusals(value, _rows(table, type(value)), asked))
 
 
 @functools.cache
 def _rows(table: Policy, config: type) -> tuple[Row, ...]:
-    return table.over([f.name for f in dataclasses.fields(config)], functools.partial(default, config))
+    return table.rows_for([f.name for f in dataclasses.fields(config)], functools.partial(default, config))
 
 
 def _is_set(variable: str, default: str = "0") -> bool:
@@ -79,7 +80,7 @@ def _is_set(variable: str, default: str = "0") -> bool:
 def _model_reasons(hf, sliding_window: int | None, version: Version) -> list[str]:
     architectures = tuple(hf.architectures or ())
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        moe = "mixture of experts, " if _COUNTS & vars(hf).keys() else ""
+        moe = "MoE, " if _EXPERT_COUNTS & vars(hf).keys() else ""
         return [f"model architecture {', '.join(architectures)} ({moe}supported: {', '.join(ARCHITECTURES)})"]
     if architectures[0] in version.without:
         return [f"{architectures[0]} in this version of vLLM ({version.without[architectures[0]]})"]
@@ -89,19 +90,19 @@ def _model_reasons(hf, sliding_window: int | None, version: Version) -> list[str
     if known is None or rope.keys() - {"type", "rope_theta", "partial_rotary_factor", *known}:
         reasons.append(f"rope scaling ({hf.rope_parameters})")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and ARCHITECTURES[architectures[0]].rotary_factor is None:
-        reasons.append("rotary embedding of a part of the head")
+        reasons.append("partial rotary embedding")
     layer_types = set(getattr(hf, "layer_types", None) or ())
     if sliding_window is not None or layer_types - {"full_attention"}:
         reasons.append("sliding window")
     if not getattr(hf, "is_causal", True):
-        reasons.append("attention that is not causal")
+        reasons.append("non-causal attention")
     if getattr(hf, "dual_chunk_attention_config", None) is not None:
         reasons.append("dual chunk attention")
     return reasons
 
 
-def _reading_reasons(model_config, parallel) -> list[str]:
-    """The training side is made from config.json: what alignkit cannot read there is refused here too."""
+def _config_reasons(model_config, parallel) -> list[str]:
+    """Return the reasons against config.json, from which the training side is built."""
     try:
         read = architecture(model_config)
     except AlignkitError as e:
@@ -110,7 +111,7 @@ def _reading_reasons(model_config, parallel) -> list[str]:
 
 
 def _expert_reasons(read: Architecture, parallel) -> list[str]:
-    """Ranks that cannot share the sums that the contract makes of an expert's features, or of the experts."""
+    """Return the parallel sizes that do not divide the contract's tree over an expert's features, or over experts."""
     ranks, replicas = parallel.tensor_parallel_size, parallel.data_parallel_size
     by_rank = f"tensor_parallel_size {ranks}"
     by_all = by_rank + (f" of {replicas} replicas" if replicas > 1 else "")
@@ -119,24 +120,28 @@ def _expert_reasons(read: Architecture, parallel) -> list[str]:
     else:
         features = f"{read.intermediate} features of an expert"
         cuts = [(by_all, ranks * replicas, features, k_leaves(read.intermediate))]
-    for width, of in (
+    for width, layer in (
         (read.shared_intermediate, "a shared expert"),
         (read.dense_intermediate if read.dense_layers else 0, "a layer without experts"),
     ):
         if width:
-            cuts.append((by_rank, ranks, f"{width} features of {of}", k_leaves(width)))
+            cuts.append((by_rank, ranks, f"{width} features of {layer}", k_leaves(width)))
     return [
-        f"{asked} (the contract cuts {what} into {parts} parts)" for asked, size, what, parts in cuts if parts % size
+        f"{asked} ({size} ranks must divide {parts}: the contract splits {what} into {parts} parts)"
+        for asked, size, what, parts in cuts
+        if parts % size
     ]
 
 
 def request_reasons(params, logprobs_mode: str) -> list[str]:
-    """What in a request's `SamplingParams` changes the logprobs it will get, so that no recomputation from
-    the tokens alone could give them again."""
+    """Return the settings in `SamplingParams` that change the returned logprobs.
+
+    Training recomputes logprobs from the tokens alone, so it could not reproduce them.
+    """
     reasons = []
     if params.logprobs is None and not params.logprob_token_ids and params.prompt_logprobs is None:
         return reasons
-    if params.structured_outputs is not None:  # its mask comes before even the raw logprobs
+    if params.structured_outputs is not None:  # vLLM applies the mask before it computes raw logprobs
         reasons.append("structured outputs")
     if logprobs_mode == "processed_logprobs":
         reasons += [
@@ -160,21 +165,25 @@ def request_reasons(params, logprobs_mode: str) -> list[str]:
 
 
 def refuse_model(model: torch.nn.Module, aligned: tuple[type, ...]) -> dict[str, int]:
-    """How many modules of each class in `aligned` the built model has. Raises UnsupportedError naming the
-    modules that are neither of those nor plain structure: they would compute something of their own."""
+    """Return the number of modules of each class in `aligned` in the built model.
+
+    Raises UnsupportedError with the other modules, except the containers in `STRUCTURE`.
+    """
     counts: dict[str, int] = {}
-    strangers = []
+    unsupported = []
     for path, module in model.named_modules():
         name = type(module).__name__
         if type(module) in aligned:
             counts[name] = counts.get(name, 0) + 1
             if not getattr(module, "reduce_results", True):
-                raise UnsupportedError(f"reduce_results=False ({path}): partial sums leave the layer")
+                raise UnsupportedError(
+                    f"{path}: reduce_results=False is not supported; the layer must return complete sums"
+                )
         elif name not in STRUCTURE or not type(module).__module__.startswith(("vllm.", "torch.")):
-            strangers.append(f"{path or 'the model'} ({name})")
-    if strangers:
+            unsupported.append(f"{path or 'the model'} ({name})")
+    if unsupported:
         raise UnsupportedError(
-            f"modules that alignkit does not know: {', '.join(strangers[:8])}"
-            + (f" and {len(strangers) - 8} more" if len(strangers) > 8 else "")
+            f"unsupported modules: {', '.join(unsupported[:8])}"
+            + (f" and {len(unsupported) - 8} more" if len(unsupported) > 8 else "")
         )
     return counts

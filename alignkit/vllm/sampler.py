@@ -1,4 +1,4 @@
-"""vLLM's V1 sampler with `ops.log_softmax` for every logprob. What is sampled, and how, is vLLM's."""
+"""The V1 runner's sampler, with logprobs by `ops.log_softmax`. vLLM's own code samples the tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ class AlignedSampler(Sampler):
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
-        """logits fp32 [T, V] -> logprobs fp32 [T, V]."""
+        """Return fp32 logprobs [T, V] of fp32 logits [T, V]."""
         require_fp32(logits)
         return ops.log_softmax(logits)
 
 
 class ProcessedLogprobs(torch.nn.Module):
-    """vLLM's last sampling step takes its log-softmax inline; asked for logits, it leaves it to us."""
+    """The last sampling step for processed logprobs.
+
+    vLLM's step computes log-softmax inline. In mode "processed_logits" it returns the processed logits instead, and
+    `ops.log_softmax` follows.
+    """
 
     def __init__(self, use_fp64_gumbel: bool) -> None:
         super().__init__()
@@ -37,4 +41,4 @@ class ProcessedLogprobs(torch.nn.Module):
 
 def require_fp32(logits: torch.Tensor) -> None:
     if logits.dtype != torch.float32:
-        raise UnsupportedError(f"logits in {logits.dtype}: they were rounded on their way to the sampler")
+        raise UnsupportedError(f"logits: must be torch.float32 in the sampler, got {logits.dtype}")

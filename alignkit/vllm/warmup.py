@@ -1,5 +1,8 @@
-"""What the first use of a kernel costs, paid when the engine starts: compiling it, trying cuBLASLt's algorithms. Both
-happen once for a range of numbers of rows, or of sequences, so a few of those stand for all."""
+"""Warm-up: kernels are compiled and cuBLASLt's algorithms are tried when the engine starts, not in the first requests.
+
+Each happens once per range of row or sequence counts, so a few representative counts suffice. A missing count delays a
+request and changes no bits.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,24 @@ from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, RowP
 
 from alignkit import ops
 from alignkit.ops import library
-from alignkit.ops.attention.sharing import batches
-from alignkit.ops.linear.cublaslt import ladder
+from alignkit.ops.attention.sharing import variant_batches
+from alignkit.ops.linear.cublaslt import warmup_rows
 from alignkit.vllm.attention import AlignedAttentionImpl, empty_cache
 
 
 @torch.inference_mode()
 def warm_up(model: Any, config: VllmConfig, logprobs: Callable[[torch.Tensor], object]) -> None:
-    """Runs the linear layers of `model`, and one mixture of experts, with as many rows as a step may have tokens, attention with
-    few and many sequences, the head with as many rows as there may be sequences, and `logprobs` on some logits. All ranks call
-    it together."""
+    """Run the linear layers, one MoE layer, attention, the head and `logprobs` on zeros, for a range of batch sizes.
+
+    All ranks must call this collectively.
+
+    Args:
+        model: The model that the worker built.
+        config: The engine's configuration. It limits the tokens and sequences of a step.
+        logprobs: Function that computes logprobs of logits [sequences, vocabulary].
+    """
     tokens, sequences = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
-    layers: dict[Any, Any] = {}  # one for all that are computed alike
+    layers: dict[Any, Any] = {}  # one layer per distinct shape
     for layer in model.modules():
         if isinstance(layer, LinearBase):
             weight: Any = layer.weight
@@ -32,7 +41,7 @@ def warm_up(model: Any, config: VllmConfig, logprobs: Callable[[torch.Tensor], o
     for layer in layers.values():
         weight, bias = layer.weight, layer.bias
         x = torch.zeros(tokens, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        for rows in ladder(tokens):
+        for rows in warmup_rows(tokens):
             if isinstance(layer, RowParallelLinear):
                 library.row_parallel_linear(x[:rows], weight, bias, layer._group)
             elif isinstance(layer, ReplicatedLinear):
@@ -41,10 +50,10 @@ def warm_up(model: Any, config: VllmConfig, logprobs: Callable[[torch.Tensor], o
                 library.linear(x[:rows], weight, bias)
     runner = next((m for m in model.modules() if isinstance(m, MoERunner)), None)
     if runner is not None:
-        like: Any = runner.routed_experts.w13_weight
-        x = torch.zeros(tokens, like.shape[-1], dtype=like.dtype, device=like.device)
-        logits = torch.zeros(tokens, runner.moe_config.num_experts, device=like.device)
-        for rows in ladder(tokens):
+        weight: Any = runner.routed_experts.w13_weight
+        x = torch.zeros(tokens, weight.shape[-1], dtype=weight.dtype, device=weight.device)
+        logits = torch.zeros(tokens, runner.moe_config.num_experts, device=weight.device)
+        for rows in warmup_rows(tokens):
             runner(x[:rows], logits[:rows])
     _attention(config, {m.impl for m in model.modules() if isinstance(getattr(m, "impl", None), AlignedAttentionImpl)})
     hidden = torch.zeros(
@@ -53,26 +62,28 @@ def warm_up(model: Any, config: VllmConfig, logprobs: Callable[[torch.Tensor], o
         dtype=config.model_config.dtype,
         device=config.device_config.device,
     )
-    for rows in ladder(sequences):
+    for rows in warmup_rows(sequences):
         logits = model.compute_logits(hidden[:rows])
-        if logits is not None and rows <= 32:  # this rank samples; more rows take the same kernels
+        if logits is not None and rows <= 32:  # this rank samples; larger batches use the same kernels
             logprobs(logits)
 
 
 def _attention(config: VllmConfig, layers: set[AlignedAttentionImpl]) -> None:
-    """Runs attention of each kind of layer, with as many sequences as it is compiled anew for: with a query for each, and with one
-    more."""
+    """Run attention of each distinct shape, for every number of sequences that compiles another kernel.
+
+    Each runs twice: with one query token per sequence (decode), and with one more token.
+    """
     device, dtype = torch.device(config.device_config.device), config.model_config.dtype  # pyright: ignore[reportArgumentType]
     page = config.cache_config.block_size
     width = -(-config.model_config.max_model_len // page)
-    most = min(config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens - 1)
+    max_sequences = min(config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens - 1)
     kinds = {(layer.num_heads, layer.num_kv_heads, layer.head_size): layer for layer in layers}
     for (heads, kv_heads, dim), layer in kinds.items():
         caches = empty_cache(page, kv_heads, dim, dtype, device)
-        for seqs in batches(heads, kv_heads, dim, width * page, most):
+        for seqs in variant_batches(heads, kv_heads, dim, width * page, max_sequences):
             table = torch.zeros(seqs, width, dtype=torch.int32, device=device)
-            for more in (0, 1):
+            for extra in (0, 1):
                 starts = torch.arange(seqs + 1, dtype=torch.int32, device=device)
-                starts[-1] += more
-                q = torch.zeros(seqs + more, heads, dim, dtype=dtype, device=device)
+                starts[-1] += extra
+                q = torch.zeros(seqs + extra, heads, dim, dtype=dtype, device=device)
                 ops.paged_attention(q, *caches, table, starts, starts.diff(), layer.scale)

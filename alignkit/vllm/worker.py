@@ -1,5 +1,9 @@
-"""The worker of an aligned engine. Its class name travels in the engine's configuration, so a process that
-cannot import it, in-process engine or worker on another host, fails instead of staying stock."""
+"""The worker class of an aligned engine.
+
+The engine's configuration carries the name of the class (`worker_class.WORKER`) to every process. A process that cannot
+import it fails to start, instead of running a stock worker. The public methods override vLLM's, except
+`alignkit_status`, which `worker_status` calls by name; its keys are documented there.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +21,33 @@ from alignkit.runtime import dispatch
 from alignkit.runtime.families import on_host
 from alignkit.vllm.layers import aligned_layers
 from alignkit.vllm.live import Watch
-from alignkit.vllm.parallel import name_groups
+from alignkit.vllm.parallel import register_groups
 from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.sampler import AlignedSampler
 from alignkit.vllm.versions import installed, resolve
 from alignkit.vllm.warmup import warm_up
 
-logger = init_logger("vllm.alignkit")  # vLLM's logging knows loggers below its own name only
+logger = init_logger("vllm.alignkit")  # vLLM configures logging only for loggers below its own name
 
 
 class AlignedWorker(resolve(installed().worker)):
     def init_device(self) -> None:
         refuse_config(self.vllm_config)
         super().init_device()
-        dispatch.name(self.device)  # raises where the device has none
-        name_groups(self._replicated)
-        if self.vllm_config.use_v2_model_runner:  # it makes its sampler when it loads the model
+        dispatch.backend_of(self.device)  # raises BackendError if the device has no backend
+        register_groups(self._experts_shared)
+        if self.vllm_config.use_v2_model_runner:  # the V2 runner creates its sampler in load_model
             return
         runner = self.model_runner
         if type(runner.sampler).__name__ != "Sampler":
-            raise UnsupportedError(f"sampler {type(runner.sampler).__name__}")
+            raise UnsupportedError(f"sampler {type(runner.sampler).__name__} is not supported, only Sampler")
         runner.sampler = AlignedSampler(self.model_config.logprobs_mode, self.model_config.use_fp64_gumbel)
 
     def load_model(self, **kwargs) -> None:
         with aligned_layers(), self._sampling():
             super().load_model(**kwargs)
         self._watch = Watch(self.model_runner, self.vllm_config)
-        # Ranks that differ would still exchange tensors, of other bits.
+        # Ranks with different contracts or modules would still run collectives, with different bits.
         TP(self._ranks.cpu_group).check_same("vLLM worker", self._inspect)
         logger.info("aligned: contract %s", dispatch.family(self.device).contract_id)
 
@@ -51,7 +55,7 @@ class AlignedWorker(resolve(installed().worker)):
         if not on_host(self.device):
             warm_up(self.model_runner.get_model(), self.vllm_config, self._logprobs)
         times = super().compile_or_warm_up_model()
-        self._watch.inspect()  # what was compiled, and is in CUDA graphs now
+        self._watch.inspect()  # the model is now compiled and captured in CUDA graphs
         return times
 
     def execute_model(self, scheduler_output):
@@ -59,7 +63,7 @@ class AlignedWorker(resolve(installed().worker)):
         return super().execute_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
-        self._watch.step()  # it has a part in what the experts give the other replicas
+        self._watch.step()  # a dummy batch takes part in the expert parallelism of all replicas
         super().execute_dummy_batch()
 
     def apply_model(self, fn):
@@ -85,12 +89,11 @@ class AlignedWorker(resolve(installed().worker)):
             return
         from alignkit.vllm.sampler_v2 import token_logprobs
 
-        for ids in (1, 2):  # a number of its own to the compiler, and any other
+        for ids in (1, 2):  # the compiler specializes on 1
             token_logprobs(logits, torch.zeros(len(logits), ids, dtype=torch.int64, device=logits.device))
 
     def alignkit_status(self) -> dict:
-        """What this worker runs now: contract id, backend, vLLM version, modules by aligned class, and whether it adds
-        over ranks in symmetric memory. If a part was replaced, that it is not `patched`, and what was `replaced`."""
+        """Return the current state of this worker: see `alignkit.vllm.worker_status`."""
         try:
             facts = self._inspect()
         except UnsupportedError as e:
@@ -98,14 +101,14 @@ class AlignedWorker(resolve(installed().worker)):
         return {"patched": True, **facts, "symmetric_memory": symmetric.used(self._ranks.device_group)}
 
     @property
-    def _replicated(self) -> bool:
-        """Whether replicas share experts. Those of a dense model share nothing."""
+    def _experts_shared(self) -> bool:
+        """True if data-parallel replicas share experts; replicas of a dense model share nothing."""
         return self.parallel_config.data_parallel_size > 1 and bool(self.model_config.is_moe)
 
     @property
     def _ranks(self):
-        """All ranks that compute one model together."""
-        return get_ep_group() if self._replicated else get_tp_group()
+        """The vLLM process group of all ranks that compute the model together."""
+        return get_ep_group() if self._experts_shared else get_tp_group()
 
     def _sampling(self):
         if not self.vllm_config.use_v2_model_runner:
@@ -117,7 +120,7 @@ class AlignedWorker(resolve(installed().worker)):
     def _inspect(self) -> dict:
         return {
             "contract": contract_id(self.device),
-            "backend": dispatch.name(self.device),
+            "backend": dispatch.backend_of(self.device),
             "vllm": vllm.__version__,
             "modules": self._watch.inspect(),
         }

@@ -1,4 +1,7 @@
-"""Which class the workers of an aligned engine are of: alignkit's, or one that adds methods to it."""
+"""Selection of the worker class of an aligned engine: alignkit's, or a subclass that only adds methods to it.
+
+Both constants are part of an aligned engine's configuration, which other processes of the engine read.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,20 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WORKER = "alignkit.vllm.worker.AlignedWorker"
-MADE = "alignkit"
-"""Of an aligned engine's additional_config: by which contract."""
+CONTRACT_KEY = "alignkit"
+"""Key of the contract id in an aligned engine's additional_config."""
 
 
 def worker_class(asked: str, stock: str) -> str:
-    """The worker class of an engine that asked for `asked`, as vLLM names it (``module.Class``, or "auto"). stock: vLLM's own.
+    """Return the name of the worker class for an engine.
 
-    Raises UnsupportedError for one that could leave parts of it stock, or that cannot be imported."""
+    Args:
+        asked: The configured worker class, ``module.Class`` or "auto".
+        stock: The name of vLLM's own worker class.
+
+    Raises:
+        UnsupportedError: If `asked` cannot be imported, or could leave parts of the engine stock.
+    """
     if asked in ("auto", stock, WORKER):
         return WORKER
     if problem := _why_not(asked):
@@ -28,28 +37,32 @@ def worker_class(asked: str, stock: str) -> str:
 
 
 def is_aligned(vllm_config: VllmConfig) -> bool:
-    """Whether this configuration of an engine was made while vLLM was patched."""
-    worker, more = vllm_config.parallel_config.worker_cls, vllm_config.additional_config
-    return isinstance(more, dict) and MADE in more and (worker == WORKER or _why_not(worker) is None)
+    """Return whether an engine's configuration was created while vLLM was patched."""
+    worker, settings = vllm_config.parallel_config.worker_cls, vllm_config.additional_config
+    return isinstance(settings, dict) and CONTRACT_KEY in settings and (worker == WORKER or _why_not(worker) is None)
 
 
 @functools.cache
 def _why_not(name: str) -> str | None:
-    """Why a class may not be the worker. One that adds methods to alignkit's may; one that has others in their place could leave
-    out what keeps the engine aligned."""
+    """Return the reason why a class may not be the worker, or None.
+
+    A subclass that adds methods to alignkit's worker is allowed. One that overrides methods could skip the alignment.
+    """
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as e:
-        return f"it cannot be imported ({e})"
+        return f"cannot be imported ({e})"
     from alignkit.vllm.worker import AlignedWorker
 
     if not (isinstance(found, type) and issubclass(found, AlignedWorker)):
-        return f"it does not derive from {WORKER} (or give its methods by worker_extension_cls)"
-    at = found.__mro__.index(AlignedWorker)
-    if found.__mro__[at:] != AlignedWorker.__mro__:
-        return f"bases of its own do not all stand before {WORKER}"
-    added = {key for owner in found.__mro__[:at] for key in vars(owner)} - {"__init__"}
-    taken = sorted(
-        key for key in added if callable(had := getattr(AlignedWorker, key, None)) or isinstance(had, property)
+        return f"must derive from {WORKER} (or pass its methods by worker_extension_cls)"
+    position = found.__mro__.index(AlignedWorker)
+    if found.__mro__[position:] != AlignedWorker.__mro__:
+        return f"its other base classes must precede {WORKER} in the MRO"
+    added = {key for owner in found.__mro__[:position] for key in vars(owner)} - {"__init__"}
+    overridden = sorted(
+        key
+        for key in added
+        if callable(inherited := getattr(AlignedWorker, key, None)) or isinstance(inherited, property)
     )
-    return f"it overrides {', '.join(taken)}" if taken else None
+    return f"must not override {', '.join(overridden)}" if overridden else None

@@ -1,1 +1,1 @@
-"""`alignkit watch`: a page over a monitor's directory, live. Imports no web framework by itself."""
+"""`alignkit watch`: a live web page for a monitor's directory. Importing it loads no web framework."""

@@ -1,4 +1,4 @@
-"""Drift by step, as SVG made here: the browser needs no library."""
+"""Plot of drift by step, rendered to SVG on the server. The element order of a point is that of `state.summary`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import io
 import math
 
 _MAX_CURVES = 8
-"""With more ranks there is one curve, of the worst of them."""
+"""Maximum number of per-rank curves; with more ranks, one curve shows the worst rank."""
 
 
 def svg(curves: list[dict]) -> bytes:
-    """curves: as in `state.summary`."""
-    from matplotlib.figure import Figure  # no pyplot: its state belongs to one thread
+    """Return the plot as SVG; `curves` are those of `state.summary`."""
+    from matplotlib.figure import Figure  # not pyplot, whose state is not thread-safe
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for axes in (top, bottom):
         axes.margins(y=0.1)
-    together = len(curves) > _MAX_CURVES
+    combined = len(curves) > _MAX_CURVES
     for label, points in (
         [(f"worst of {len(curves)} ranks", _worst(curves))]
-        if together
+        if combined
         else [(f"rank {curve['rank']}", curve["points"]) for curve in curves]
     ):
         steps = [last for _, last, *_ in points]
@@ -35,7 +35,7 @@ def svg(curves: list[dict]) -> bytes:
         bottom.plot(
             steps, [unequal for _, _, _, unequal, _ in points], marker="." if len(steps) < 60 else None, linewidth=1.2
         )
-    # Logarithmic down to the smallest difference there is, so that none lies on the line of 0.
+    # The log scale reaches below the smallest difference, so that every nonzero difference is above the zero line.
     smallest = min((point[4] for curve in curves for point in curve["points"] if point[4]), default=1e-7) / 2
     top.set_yscale("symlog", linthresh=smallest)
     top.set_ylim(bottom=-0.2 * smallest)
@@ -55,7 +55,7 @@ def svg(curves: list[dict]) -> bytes:
 
 
 def _worst(curves: list[dict]) -> list[list]:
-    """By last step of a point: the largest difference, and all tokens, of any rank."""
+    """Return the curve over all ranks: per last step, the summed tokens and the largest difference."""
     merged: dict[int, list] = {}
     for curve in curves:
         for first, last, tokens, unequal, largest in curve["points"]:

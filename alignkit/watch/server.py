@@ -1,4 +1,7 @@
-"""The page's server: fixed addresses, no parameters, GET only, on the loopback interface unless asked."""
+"""Web server of the page: fixed routes, no parameters, GET only; listens on loopback unless --host is given.
+
+The policy in `HEADERS` forbids inline scripts and styles, so templates use only watch.js and watch.css.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +25,23 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-# matplotlib's SVG holds a style sheet of its own; nothing else may be in it.
+# matplotlib's SVG contains an inline style sheet; the policy allows nothing else.
 _SVG_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 _NEEDED = ("starlette", "uvicorn", "jinja2", "matplotlib")
 
 
 def require_libraries() -> None:
-    """Raises UnsupportedError if what the page needs is not installed."""
+    """Raise UnsupportedError if a required library is not installed."""
     missing = [name for name in _NEEDED if not installed(name)]
     if missing:
         raise UnsupportedError(f"alignkit watch needs {' and '.join(missing)}: pip install 'alignkit[watch]'")
 
 
 def app(directory: Path, hosts: list[str]):
-    """The ASGI application. hosts: the names under which it may be addressed, so that no page of another site can
-    read it by a name of its own that leads here; ``["*"]`` for all."""
+    """Return the ASGI application.
+
+    hosts: accepted Host headers, ``["*"]`` for all; a restricted list protects against DNS rebinding.
+    """
     import jinja2
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
@@ -54,9 +59,9 @@ def app(directory: Path, hosts: list[str]):
     )
     templates.filters.update(number=_number, value=_value, bytes=_bytes, clock=_clock)
     page, live = templates.get_template("page.html.j2"), templates.get_template("live.html.j2")
-    here = Path(__file__).parent
-    script, style = (here / "watch.js").read_text(), (here / "watch.css").read_text()
-    plotted: dict[str, bytes] = {}  # the last plot alone, by what it is of
+    folder = Path(__file__).parent
+    script, style = (folder / "watch.js").read_text(), (folder / "watch.css").read_text()
+    plotted: dict[str, bytes] = {}  # the latest plot, keyed by its version
     drawing = threading.Lock()
 
     def answer(text: str | bytes, kind: str, **headers: str) -> Response:
@@ -68,9 +73,9 @@ def app(directory: Path, hosts: list[str]):
     def fragment(data: dict) -> str:
         return live.render(data=data, version=version(data))
 
-    # Plain functions: starlette runs them on threads.
+    # Synchronous handlers: Starlette runs them in a thread pool.
     def show_page(_request) -> Response:
-        from markupsafe import Markup  # jinja2's; the fragment was escaped when it was made
+        from markupsafe import Markup  # a dependency of jinja2; the fragment is already escaped
 
         return answer(page.render(directory=str(directory), live=Markup(fragment(watched.refresh()))), "text/html")
 
@@ -114,27 +119,27 @@ def app(directory: Path, hosts: list[str]):
 
 
 def serve(directory: Path, host: str, port: int, started) -> None:
-    """Serves until it is interrupted. started: is called with the address when it listens.
+    """Serve until interrupted; call `started` with the URL once the server accepts connections.
 
-    Raises InputError for a directory, host or port that cannot be had, and UnsupportedError without the libraries.
+    Raises InputError if the directory, host or port cannot be used, and UnsupportedError if a library is missing.
     """
     require_libraries()
     import uvicorn
 
-    application = app(directory, _names(host))
+    application = app(directory, _allowed_hosts(host))
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as e:
         raise InputError(f"--host, --port: cannot listen on {host}, port {port}: {e}") from None
     with listening:
-        shown = f"[{host}]" if family == socket.AF_INET6 else host
-        address = f"http://{shown}:{listening.getsockname()[1]}/"
+        netloc = f"[{host}]" if family == socket.AF_INET6 else host
+        address = f"http://{netloc}:{listening.getsockname()[1]}/"
 
         class Server(uvicorn.Server):
             async def startup(self, sockets=None) -> None:
                 await super().startup(sockets)
-                started(address)  # not before: from here on a signal is uvicorn's, and ends it in order
+                started(address)  # from here on uvicorn handles signals and shuts down gracefully
 
         Server(
             uvicorn.Config(
@@ -151,8 +156,8 @@ def serve(directory: Path, host: str, port: int, started) -> None:
         ).run(sockets=[listening])
 
 
-def _names(host: str) -> list[str]:
-    """Under which names a server on `host` may be addressed."""
+def _allowed_hosts(host: str) -> list[str]:
+    """Return the Host headers that a server on `host` accepts."""
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -165,7 +170,7 @@ def _number(x) -> str:
 
 
 def _value(x: float | None) -> str:
-    """As many digits as tell one fp32 from the next."""
+    """Return x with 9 significant digits, which identify an fp32 value."""
     return "not finite" if x is None else f"{x:.9g}"
 
 
@@ -178,6 +183,6 @@ def _bytes(x: float) -> str:
 
 
 def _clock(x: float | None) -> str:
-    if x is None or not 0 <= x < 2**37:  # after the year 6000 it is no time
+    if x is None or not 0 <= x < 2**37:  # beyond the year 6000 it is not a timestamp
         return ""
     return datetime.datetime.fromtimestamp(x, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")

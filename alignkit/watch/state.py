@@ -1,7 +1,8 @@
-"""What the page shows, gathered from a monitor's files in bounded memory, however long the run is.
+"""State of the page, read from a monitor's files in memory that is independent of the run's length.
 
-Every record is read once and then forgotten: of a rank remain its totals, its worst tokens, its latest record, and one
-curve whose neighbouring points are merged two by two, never losing the largest difference, when there are too many.
+Every record is read once and discarded. Per rank the state holds totals, the worst tokens, the latest metrics and one
+curve. When a curve exceeds `MAX_POINTS`, neighboring points are merged in pairs, and the larger difference is kept.
+The keys of `summary` are read by the templates, by `plot` and by programs that fetch `/data.json`.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ T = TypeVar("T")
 
 MAX_RANKS = 1024
 MAX_POINTS = 512
-"""Of one rank's curve."""
+"""Maximum number of points in a rank's curve."""
 MAX_WORST = 20
 MAX_METRICS = 200
 MAX_REPLAYS = 100
 READ_LIMIT = 2**25
-"""Bytes that one refresh reads: with more to read the page says how far it is."""
+"""Maximum number of bytes read by one refresh; if more remain, the page shows the progress."""
 _TEXT = 200
-"""Characters of a string from a file that are shown."""
+"""Maximum length of a string from a file, in characters; longer ones are truncated."""
 
 
 @dataclass
 class Point:
-    """Steps first to last of one rank, together. max_abs: NaN if no logprob was finite."""
+    """Merged records of one rank for steps first to last; max_abs is NaN if no logprob was finite."""
 
     first: int
     last: int
@@ -52,7 +53,7 @@ class Point:
 
 @dataclass
 class Worst:
-    """A token that is not bit-equal, as its record has it."""
+    """A token that is not bit-equal, with the fields of its record."""
 
     rank: int
     step: int
@@ -60,14 +61,14 @@ class Worst:
 
     @property
     def distance(self) -> float:
-        """Infinite where a value is not finite."""
+        """The absolute difference; infinite if a value is not finite."""
         rollout, training = self.token["rollout"], self.token["training"]
         return math.inf if rollout is None or training is None else abs(training - rollout)
 
 
 @dataclass
 class Rank:
-    """What is known of one rank's file."""
+    """State of one rank's file."""
 
     rank: int
     records: int = 0
@@ -79,17 +80,18 @@ class Rank:
     last_time: float | None = None
     contract: str | None = None
     latest: dict = field(default_factory=dict)
-    """Metrics of the last record, by name."""
+    """Metrics of the latest record by name."""
     first_difference: Worst | None = None
     worst: list[Worst] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
-    """In the order of the records."""
+    """Curve in record order."""
     size: int = 0
     lines: Lines = field(default_factory=Lines)
     identity: tuple[int, int] | None = None
     _width: int = 1
-    """Records of one point."""
+    """Number of records per point."""
     _in_last: int = 0
+    """Number of records in the last point."""
 
     def read(self, file, limit: int) -> None:
         for line in self.lines.read(file, limit):
@@ -113,30 +115,30 @@ class Rank:
         self.latest = {name[:_TEXT]: value for name, value in list(record["metrics"].items())[:MAX_METRICS]}
         first = record["first_difference"]
         if self.first_difference is None and first is not None:
-            self.first_difference = Worst(self.rank, step, _shown(first))
-        found = [Worst(self.rank, step, _shown(token)) for token in record["worst"][:MAX_WORST]]
-        if found:
-            self.worst = worst_of(self.worst + found)
-        self._point(Point(step, step, drift["tokens"], unequal, largest))
+            self.first_difference = Worst(self.rank, step, _truncated(first))
+        worst = [Worst(self.rank, step, _truncated(token)) for token in record["worst"][:MAX_WORST]]
+        if worst:
+            self.worst = worst_of(self.worst + worst)
+        self._add_point(Point(step, step, drift["tokens"], unequal, largest))
 
-    def _point(self, point: Point) -> None:
+    def _add_point(self, point: Point) -> None:
         if self.points and self._in_last < self._width:
             self.points[-1] = self.points[-1].merge(point)
             self._in_last += 1
         else:
             self.points.append(point)
             self._in_last = 1
-        if len(self.points) > MAX_POINTS:  # an odd number: the last one stays as it is, and is half full
+        if len(self.points) > MAX_POINTS:  # an odd number: the last point stays unmerged and is half full
             pairs = [a.merge(b) for a, b in zip(self.points[:-1:2], self.points[1::2], strict=True)]
             self.points = [*pairs, self.points[-1]]
             self._width *= 2
 
 
 class Watched:
-    """A monitor's directory. Reads nothing but the monitor's own regular files in it; links are not followed."""
+    """Reader of a monitor's directory; reads only the monitor's regular files and does not follow links."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises InputError if it is no directory."""
+        """Raise InputError if `directory` is not a directory."""
         if not directory.is_dir():
             raise InputError(f"DIR: {directory} is not a directory")
         self.directory = directory
@@ -144,25 +146,25 @@ class Watched:
         self._lock = threading.Lock()
 
     def refresh(self) -> dict:
-        """Reads what was written since, and returns all that is known: what `/data.json` gives, and the page shows."""
+        """Read new records and return the summary, which is the content of `/data.json` and of the page."""
         with self._lock:
             try:
                 folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except OSError as e:  # it was there when the page began, and may come again
+            except OSError as e:  # existed at startup and may reappear
                 self._ranks = {}
                 return summary({}, [], [f"{self.directory}: {e.strerror}"], False)
             try:
                 names = sorted(os.listdir(folder))
                 refused, behind = self._read(folder, names)
                 replays = [name for name in names if REPLAY.fullmatch(name)]
-                found = [_replay(folder, name) for name in replays[:MAX_REPLAYS]]
+                entries = [_replay(folder, name) for name in replays[:MAX_REPLAYS]]
             finally:
                 os.close(folder)
-            return summary(self._ranks, [entry for entry in found if entry is not None], refused, behind)
+            return summary(self._ranks, [entry for entry in entries if entry is not None], refused, behind)
 
     def _read(self, folder: int, names: list[str]) -> tuple[list[str], bool]:
-        """Reads on in every rank's file; returns what was refused, and why, and whether there is more to read."""
-        refused, left, present = [], READ_LIMIT, set()
+        """Read new records of every rank; return the files not read with reasons, and True if data remains."""
+        refused, remaining, present = [], READ_LIMIT, set()
         for name in names:
             match = RECORDS.fullmatch(name)
             if match is None:
@@ -175,7 +177,7 @@ class Watched:
                 with opened(folder, name) as file:
                     status = os.fstat(file.fileno())
                     rank = self._ranks.get(number)
-                    # Another file, or the same one begun anew: what was read of it is no more.
+                    # A replaced or truncated file: discard the state read from the old one.
                     if (
                         rank is None
                         or rank.identity != (status.st_dev, status.st_ino)
@@ -185,34 +187,34 @@ class Watched:
                     present.add(number)
                     rank.size = status.st_size
                     before = rank.lines.offset
-                    rank.read(file, left)
-                    left = max(0, left - (rank.lines.offset - before))
+                    rank.read(file, remaining)
+                    remaining = max(0, remaining - (rank.lines.offset - before))
             except OSError as e:
                 refused.append(f"{name}: {e.strerror}")
         self._ranks = {number: self._ranks[number] for number in sorted(present)}
-        return refused, not left
+        return refused, not remaining
 
 
-def _there(value: T | None) -> T:
-    """Of a rank that has records."""
+def _known(value: T | None) -> T:
+    """Return a value that every rank with records has."""
     assert value is not None
     return value
 
 
 def summary(ranks: dict[int, Rank], replays: list[dict], refused: list[str], behind: bool) -> dict:
-    """As values that JSON can hold. behind: whether there is more to read."""
-    known = [rank for rank in ranks.values() if rank.records]
-    differences = [rank.first_difference for rank in known if rank.first_difference is not None]
-    first = min(differences, key=lambda found: (found.step, found.rank), default=None)
-    latest = max(known, key=lambda rank: _there(rank.last_time), default=None)
+    """Return the state as JSON values; `behind` means that unread data remains."""
+    ranks_read = [rank for rank in ranks.values() if rank.records]
+    differences = [rank.first_difference for rank in ranks_read if rank.first_difference is not None]
+    first = min(differences, key=lambda token: (token.step, token.rank), default=None)
+    latest = max(ranks_read, key=lambda rank: _known(rank.last_time), default=None)
     return {
-        "tokens": sum(rank.tokens for rank in known),
-        "unequal": sum(rank.unequal for rank in known),
-        "max_abs": _finite(_largest(rank.max_abs for rank in known)),
-        "records": sum(rank.records for rank in known),
+        "tokens": sum(rank.tokens for rank in ranks_read),
+        "unequal": sum(rank.unequal for rank in ranks_read),
+        "max_abs": _finite(_largest(rank.max_abs for rank in ranks_read)),
+        "records": sum(rank.records for rank in ranks_read),
         "damaged": sum(rank.damaged for rank in ranks.values()),
-        "last_step": max((_there(rank.last_step) for rank in known), default=None),
-        "contracts": sorted({_there(rank.contract) for rank in known}),
+        "last_step": max((_known(rank.last_step) for rank in ranks_read), default=None),
+        "contracts": sorted({_known(rank.contract) for rank in ranks_read}),
         "behind": behind,
         "read_bytes": sum(rank.lines.offset for rank in ranks.values()),
         "all_bytes": sum(rank.size for rank in ranks.values()),
@@ -231,27 +233,27 @@ def summary(ranks: dict[int, Rank], replays: list[dict], refused: list[str], beh
             }
             for rank in ranks.values()
         ],
-        "worst": [_worst_json(found) for found in worst_of([w for rank in known for w in rank.worst])],
+        "worst": [_worst_json(token) for token in worst_of([w for rank in ranks_read for w in rank.worst])],
         "latest": None if latest is None else {"rank": latest.rank, "step": latest.last_step, "metrics": latest.latest},
         "curves": [
             {
                 "rank": rank.rank,
                 "points": [[p.first, p.last, p.tokens, p.unequal, _finite(p.max_abs)] for p in rank.points],
             }
-            for rank in known
+            for rank in ranks_read
         ],
         "replays": replays,
         "refused": refused,
     }
 
 
-def worst_of(found: list[Worst]) -> list[Worst]:
-    """The farthest apart; among equals the earlier step."""
-    return sorted(found, key=lambda w: (-w.distance, w.step, w.rank))[:MAX_WORST]
+def worst_of(tokens: list[Worst]) -> list[Worst]:
+    """Return the `MAX_WORST` tokens with the largest distance; ties by step, then rank."""
+    return sorted(tokens, key=lambda w: (-w.distance, w.step, w.rank))[:MAX_WORST]
 
 
 def _replay(folder: int, name: str) -> dict | None:
-    """Its name and size; None for what is no file."""
+    """Return a replay's name and size; None if it is not a regular file."""
     try:
         with opened(folder, name) as file:
             return {"name": name, "bytes": os.fstat(file.fileno()).st_size}
@@ -259,11 +261,11 @@ def _replay(folder: int, name: str) -> dict | None:
         return None
 
 
-def _worst_json(found: Worst) -> dict:
-    return {"rank": found.rank, "step": found.step, **found.token, "distance": _finite(found.distance)}
+def _worst_json(worst: Worst) -> dict:
+    return {"rank": worst.rank, "step": worst.step, **worst.token, "distance": _finite(worst.distance)}
 
 
-def _shown(token: dict) -> dict:
+def _truncated(token: dict) -> dict:
     return {
         **{key: token.get(key) for key in ("sequence", "position", "token", "rollout", "training")},
         **{key: token[key][:_TEXT] for key in ("rollout_bits", "training_bits")},
@@ -271,7 +273,7 @@ def _shown(token: dict) -> dict:
 
 
 def _larger(a: float, b: float) -> float:
-    """The larger one; NaN only if both are."""
+    """Return the larger value; NaN only if both are NaN."""
     return b if math.isnan(a) else a if math.isnan(b) else max(a, b)
 
 

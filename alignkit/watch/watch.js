@@ -1,5 +1,5 @@
-// Takes the page's live part again every two seconds. It comes escaped from this server, and the page's
-// Content-Security-Policy runs no script but this file.
+// Reloads the live part of the page every two seconds. The server escapes its text, and the page's
+// Content-Security-Policy allows no other script than this file.
 "use strict";
 const live = document.getElementById("live");
 const state = document.getElementById("state");
@@ -10,7 +10,7 @@ async function update() {
     const answer = await fetch("/live", { cache: "no-store" });
     if (!answer.ok) throw new Error(`status ${answer.status}`);
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-    // A plot of the same records stays: it would flicker.
+    // Reuse the plot element if its source is unchanged, to avoid flicker.
     const shown = document.getElementById("plot"), next = fresh.getElementById("plot");
     if (shown && next && shown.getAttribute("src") === next.getAttribute("src")) next.replaceWith(shown);
     live.replaceChildren(...fresh.body.childNodes);

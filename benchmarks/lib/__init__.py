@@ -1,1 +1,1 @@
-"""What the measurements share. Scripts of benchmarks/ find it beside themselves; nothing needs to be installed."""
+"""Helpers shared by the benchmark scripts, which import them from their own folder without an installation."""

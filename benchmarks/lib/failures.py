@@ -1,5 +1,7 @@
-"""A pytest plugin for ``gpu_tests.py``: what a failed test says is printed when the test has failed, not when all have ended,
-each line after `MARK`: of a run that is cut short it is known too."""
+"""A pytest plugin for ``gpu_tests.py``: print the report of a failed test at once, each line after `MARK`.
+
+The failures of an interrupted run are then known too. ``gpu_tests.py`` parses the lines by `MARK`.
+"""
 
 import pytest
 
@@ -14,15 +16,15 @@ class _Failures:
     def pytest_runtest_logreport(self, report) -> None:
         if report.failed:
             self.terminal.ensure_newline()
-            said = [f"{report.nodeid}, {report.when}", report.longreprtext]
-            said += [f"{name}:\n{text}" for name, text in report.sections]
-            for line in "\n".join(said).splitlines():
+            lines = [f"{report.nodeid}, {report.when}", report.longreprtext]
+            lines += [f"{name}:\n{text}" for name, text in report.sections]
+            for line in "\n".join(lines).splitlines():
                 self.terminal.write_line(MARK + line)
 
 
-@pytest.hookimpl(trylast=True)  # what prints is there by then
+@pytest.hookimpl(trylast=True)  # after the terminal reporter is registered
 def pytest_configure(config) -> None:
     terminal = config.pluginmanager.getplugin("terminalreporter")
-    if terminal is not None:  # in processes of pytest-xdist there is none
+    if terminal is not None:  # pytest-xdist workers have none
         config.pluginmanager.register(_Failures(terminal))
-        terminal.summary_failures = terminal.summary_errors = lambda: None  # they have been told
+        terminal.summary_failures = terminal.summary_errors = lambda: None  # already printed

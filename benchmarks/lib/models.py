@@ -1,4 +1,7 @@
-"""The random-weight models that whole engines are measured with, and their prompts; the widths of published models."""
+"""Random-weight models and prompts for whole-engine benchmarks, and the layer shapes of published models.
+
+The names of sizes are values of --size and are stored in result files; so are the names in `DENSE`, in ``case``.
+"""
 
 from __future__ import annotations
 
@@ -53,16 +56,16 @@ _A3B = {
     "vocab": 151936,
     "max_position": 40960,
 }
-MIXTURES = {
+MOE_SIZES = {
     "qwen3-30b-a3b": _A3B,
     "qwen3-30b-a3b-8-layers": _A3B | {"layers": 8},
     "small-moe": SIZES["small"] | {"arch": "qwen3_moe", "intermediate": 128, "experts": 16, "top_k": 4},
 }
-"""Sizes of mixtures of experts, of which `intermediate` is the width of each."""
+"""Sizes of MoE models; `intermediate` is the width of one expert."""
 
 
-def held_bytes(size: dict, positions: int) -> int:
-    """Bytes of a model's weights and of a KV cache of so many positions, bf16."""
+def model_bytes(size: dict, positions: int) -> int:
+    """Return the bytes of a model's bf16 weights and of a bf16 KV cache with this many positions."""
     attention, kv = size["heads"] * size["head_dim"], size["kv_heads"] * size["head_dim"]
     experts = 3 * size["hidden"] * size["intermediate"] * size.get("experts", 1)
     layer = 2 * size["hidden"] * (attention + kv) + experts
@@ -70,7 +73,7 @@ def held_bytes(size: dict, positions: int) -> int:
 
 
 class Layer(NamedTuple):
-    """Of a linear layer what a rank of tensor parallelism has: weight [n, k], and the leaves of k."""
+    """One tensor-parallel rank's part of a linear layer: weight [n, k], and the leaves of its k."""
 
     n: int
     k: int
@@ -79,7 +82,7 @@ class Layer(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """The widths of a published dense model."""
+    """The layer shapes of a published dense model."""
 
     hidden: int
     heads: int
@@ -89,14 +92,14 @@ class Dense(NamedTuple):
     qkv_bias: bool = False
 
     def shares(self, ranks: int) -> bool:
-        """Whether so many tensor-parallel ranks can share it."""
+        """Return whether the model can be sharded over this many tensor-parallel ranks."""
         row_parallel = self.heads * self.head_dim, self.intermediate
         return all(
             size % ranks == 0 for size in (self.heads, self.kv_heads, self.intermediate, *map(k_leaves, row_parallel))
         )
 
     def layers(self, ranks: int) -> dict[str, Layer]:
-        """The linear layers of a decoder layer, as one of `ranks` has them."""
+        """Return the linear layers of a decoder layer, sharded over `ranks` tensor-parallel ranks."""
         attention, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "qkv": Layer((attention + 2 * kv) // ranks, self.hidden, bias=self.qkv_bias),
@@ -128,12 +131,12 @@ DENSE = {
     "llama3-8b": Dense(4096, 32, 8, 128, 14336),
     "llama3-70b": Dense(8192, 64, 8, 128, 28672),
 }
-"""All sizes of dense Qwen2.5, Qwen3, Llama 2 and Llama 3 up to 72B, by their config.json."""
+"""All dense sizes of Qwen2.5, Qwen3, Llama 2 and Llama 3 up to 72B, from their config.json."""
 
 
-def draw_lengths(count: int, longest: int) -> tuple[int, ...]:
-    """Lengths of `count` prompts, from 5 to `longest` tokens, both of which occur; of one prompt `longest`."""
+def random_lengths(count: int, longest: int) -> tuple[int, ...]:
+    """Return `count` seeded random prompt lengths, 5 and `longest` included; a single length is `longest`."""
     if count == 1:
         return (longest,)
-    drawn = torch.randint(5, longest + 1, (count - 2,), generator=torch.Generator().manual_seed(0))
-    return 5, longest, *drawn.tolist()
+    others = torch.randint(5, longest + 1, (count - 2,), generator=torch.Generator().manual_seed(0))
+    return 5, longest, *others.tolist()

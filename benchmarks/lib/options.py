@@ -1,4 +1,4 @@
-"""Options that the commands share."""
+"""Command-line options shared by the benchmark scripts."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from pathlib import Path
 
 
 def parser(
-    doc: str,
-    results: Path | None,
-    *,
-    json: str = "the file of the results",
-    seconds: float | None = None,
-    resume: bool = False,
+    doc: str, results: Path | None, *, json: str = "result file", seconds: float | None = None, resume: bool = False
 ) -> argparse.ArgumentParser:
-    """For a measurement whose docstring is `doc`; `results`, `json`: the default of --json, and what it is;
-    `seconds`: the default of --seconds, with which comes --minutes."""
-    made = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    made.add_argument("--json", type=Path, default=results, help=json)
+    """Return the parser of a benchmark script.
+
+    Args:
+        doc: the script's docstring, whose first line is the description.
+        results: default of --json.
+        json: help text of --json.
+        seconds: default of --seconds; None adds neither --seconds nor --minutes.
+        resume: add --resume.
+    """
+    result = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    result.add_argument("--json", type=Path, default=results, help=json)
     if seconds is not None:
-        made.add_argument("--seconds", type=float, default=seconds, help="of each measurement")
-        made.add_argument("--minutes", type=float, help="after which no measurement is begun")
+        result.add_argument("--seconds", type=float, default=seconds, help="duration of each measurement")
+        result.add_argument("--minutes", type=float, help="time limit, after which no measurement starts")
     if resume:
-        made.add_argument(
-            "--resume", action="store_true", help="only rows that the file does not have of these sources yet"
+        result.add_argument(
+            "--resume", action="store_true", help="skip rows that the file already has for these sources"
         )
-    return made
+    return result
 
 
 def time_is_up(options: argparse.Namespace, started: float) -> bool:
-    """Whether --minutes have passed since `started`."""
+    """Return whether --minutes have passed since `started`."""
     return options.minutes is not None and time.monotonic() - started > 60 * options.minutes
 
 
-def told(error: Exception, most: int = 300) -> str:
-    """Why a peer, which may raise whatever it likes, is left out."""
-    return f"{type(error).__name__}: {str(error)[:most]}"
+def error_text(error: Exception, limit: int = 300) -> str:
+    """Return the type and the first `limit` characters of an error."""
+    return f"{type(error).__name__}: {str(error)[:limit]}"

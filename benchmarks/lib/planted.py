@@ -1,4 +1,7 @@
-"""A kernel with an error for each tool of ``sanitize.py`` to find: ``python planted.py TOOL``."""
+"""One faulty kernel per tool of ``sanitize.py``, as a self-test of the tool: ``python planted.py TOOL``.
+
+Each kernel is named after its tool.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ import torch
 
 SOURCE = r"""
 extern "C" __global__ void memcheck(const float *in, float *out) {
-  out[blockDim.x] = in[threadIdx.x];  // the element after the last
+  out[blockDim.x] = in[threadIdx.x];  // out of bounds: one past the end
 }
 extern "C" __global__ void racecheck(const float *in, float *out) {
   __shared__ float s[64];
   s[threadIdx.x] = in[threadIdx.x];
-  out[threadIdx.x] = s[threadIdx.x ^ 32];  // of the other warp, not waited for
+  out[threadIdx.x] = s[threadIdx.x ^ 32];  // written by the other warp; __syncthreads() is missing
 }
 extern "C" __global__ void initcheck(const float *in, float *out) {
-  out[threadIdx.x] = out[threadIdx.x] + in[threadIdx.x];  // `out` was never written
+  out[threadIdx.x] = out[threadIdx.x] + in[threadIdx.x];  // `out` is uninitialized
 }
 """
 

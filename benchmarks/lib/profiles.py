@@ -1,4 +1,7 @@
-"""GPU time by kernel, from torch's profiler; the kernels within a replayed CUDA graph count too."""
+"""GPU time by kernel, from torch's profiler, including kernels in replayed CUDA graphs.
+
+The categories are stored in profile.json as ``families``; ``tables.py`` prints them.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,29 @@ from torch.profiler import ProfilerActivity, profile
 FAMILIES = {
     "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter|multimem|tree_sum",
     "attention": r"attention|attn|flash(?!_kernel)|softmax_(warp|block)|SoftMax(Forward|Backward)|"
-    r"^_(tiles|short|few|join_leaves|delta|grad_q|grad_kv)$",
+    r"^_(tiles|decode|merge_leaves|delta|grad_q|grad_kv)$",
     "head, logprobs and sampling": r"logp|log_softmax|logits|gumbel|topk|sampl|argmax|ranks?_kernel|nll_|cross_entropy|"
-    r"^_(spread|check_rows)$|gemm<.*(Statistics|Gradient)>",
-    "matrix products": r"gemm|nvjet|cutlass|cublas|matmul|splitK|gemv|_linear|narrow_chains|join_parts|^_join$",
-    "norm, rope, activation": r"norm|rope|rotary|rotate|silu|swiglu|^triton_(poi|red|per)_fused",
+    r"^_check_rows$|gemm<.*(Statistics|Gradient)>",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|matmul|splitK|gemv|_linear|narrow_chains|reduce_parts|^_join$",
+    "norm, rope, activation": r"norm|rope|rotary|rotate|silu|swiglu|^_sum_partials$|^triton_(poi|red|per)_fused",
     "copies and fills": r"memcpy|memset|copy|fill|CatArray|index|gather|scatter|reshape_and_cache|transpose",
 }
-"""What a kernel does, by the first pattern that its name contains, alignkit's own by their whole name; what
-torch.compile fuses is mostly norms and activations; the rest is "other"."""
+"""Categories of kernels; the first pattern found in a kernel's name decides, no match is "other".
+
+alignkit's Triton kernels are matched by their whole name. Kernels fused by torch.compile are mostly norms and
+activations.
+"""
 
 
 def start() -> profile:
-    """A running profile of this process's GPU (without one, of its CPU)."""
+    """Start and return a profile of this process's GPU, or of the CPU if it has none."""
     running = profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU])
     running.start()
     return running
 
 
 def stop(running: profile) -> list[dict]:
-    """Ends the profile: ``{"name", "calls", "ms"}`` for each kernel, the longest in all first."""
+    """Stop the profile and return ``{"name", "calls", "ms"}`` per kernel, largest total time first."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     running.stop()
@@ -44,12 +50,12 @@ def stop(running: profile) -> list[dict]:
 
 
 def family(name: str) -> str:
-    """What the kernel of that name does."""
+    """Return the category of a kernel."""
     return next((f for f, pattern in FAMILIES.items() if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
 def summary(kernels: list[dict], wall_ms: float, top: int = 12) -> dict:
-    """A row of profile.json: GPU time in all, by family, and of the `top` kernels; names are shortened."""
+    """Return a row of profile.json: GPU time in total, by category, and of the `top` kernels with shortened names."""
     total = sum(kernel["ms"] for kernel in kernels)
     families = dict.fromkeys([*FAMILIES, "other"], 0.0)
     for kernel in kernels:
@@ -71,8 +77,8 @@ def summary(kernels: list[dict], wall_ms: float, top: int = 12) -> dict:
 
 
 def shorten(name: str, length: int = 72) -> str:
-    """A kernel's name without its return type, its arguments and the types of its template's numbers, cut to `length`."""
+    """Return a kernel's name without return type, parameters and casts of template arguments, cut to `length`."""
     name = re.sub(r"^(void|static) ", "", name.replace("(anonymous namespace)::", ""))
-    name = re.sub(r"\([\w:]+\)(?=-?\d)", "", name)  # casts among the template's arguments
+    name = re.sub(r"\([\w:]+\)(?=-?\d)", "", name)  # casts of template arguments
     name = re.sub(r"\(.*\)$", "", name)
     return name if len(name) <= length else name[: length - 3] + "..."

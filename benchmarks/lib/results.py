@@ -1,4 +1,7 @@
-"""Result files: ``{"runs": {...}, "rows": [...]}``. A row names the run that made it, a run says what it was made on."""
+"""Result files: ``{"runs": {...}, "rows": [...]}``; each row names its run, which records the environment.
+
+``tables.py`` reads the keys of `run_info`.
+"""
 
 from __future__ import annotations
 
@@ -15,90 +18,99 @@ from alignkit.check.machine import family, machine, version
 from alignkit.check.run import write_json
 from alignkit.runtime import dispatch
 
+from . import code
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 H200 = RESULTS / "h200"
 COMPUTING = ("contract", "runtime", "dist", "ops", "models", "engines", "megatron", "vllm")
-"""Folders of the package that what an engine computes goes through. The others look on: checks, reports, tests' helpers."""
+"""Folders of the package whose code affects an engine's numbers; the others are checks, reports and test helpers."""
 SHARED = ("contract", "runtime", "dist")
-"""Those of them that every op goes through."""
+"""Folders of `COMPUTING` that every op depends on."""
 OTHER_OP = re.compile(r"^ *from \.\.([a-z]\w*)", re.MULTILINE)
-"""How a file of an op names another op."""
-WRITTEN = (*_sources.SUFFIXES, ".py", ".json")
-"""Ends of the names of sources."""
+"""An op's import of another op."""
+SOURCE_SUFFIXES = (*_sources.SUFFIXES, ".py", ".json")
 
 
 def run_name() -> str:
     return datetime.datetime.now().isoformat(timespec="seconds")
 
 
-def made_on(*, packages: Iterable[str] = (), ops: Iterable[str] = (), **more) -> dict:
-    """What rows are made on: date, commit, `sources` (`ops`: which ones are measured, if no engine is), machine, versions
-    (`packages`: more of them), contract, and `more`."""
+def run_info(*, packages: Iterable[str] = (), ops: Iterable[str] = (), **more) -> dict:
+    """Return the record of a run: date, commit, source digest, machine, package versions, contract id.
+
+    Args:
+        packages: further packages to record the versions of.
+        ops: ops to limit the source digest to, for benchmarks without an engine.
+        **more: further fields.
+    """
     info = machine() | {"contract": family().contract_id, "sources": sources(*ops)} | more
     info["versions"] |= {package: version(package) for package in packages}
     return info
 
 
 def sources(*ops: str) -> str:
-    """A digest of what computes: the same for commits that differ in tests, benchmarks or pages alone. Of the adapters, the ops and
-    their kernels, or, if ops are named, of these ops, those that they are made of, and what all ops share."""
+    """Return a digest of the code that decides a measurement.
+
+    Comments, docstrings and formatting do not change it, nor do tests, benchmarks and pages. Without `ops` it covers
+    the adapters, the ops and their kernels; with `ops`, these ops, the ops that they call, and the code all ops share.
+    """
     package = _sources.ROOT / "alignkit"
-    found = {*_written(_sources.ROOT / "csrc")}
+    found = {*_source_files(_sources.ROOT / "csrc")}
     for name in SHARED if ops else COMPUTING:
-        found |= {*_written(package / name)}
+        found |= {*_source_files(package / name)}
     for op in ops:
-        found |= _of_op(package / "ops" / op)
-    found |= {file for file in (package / "ops").glob("*") if file.suffix in WRITTEN}
-    return _sources.digest(sorted(found))[:12]
+        found |= _op_files(package / "ops" / op)
+    found |= {file for file in (package / "ops").glob("*") if file.suffix in SOURCE_SUFFIXES}
+    return code.digest(sorted(found), _sources.ROOT)[:12]
 
 
-def _written(folder: Path) -> Iterator[Path]:
-    return (file for file in folder.rglob("*") if file.suffix in WRITTEN)
+def _source_files(folder: Path) -> Iterator[Path]:
+    return (file for file in folder.rglob("*") if file.suffix in SOURCE_SUFFIXES)
 
 
-def _of_op(folder: Path) -> set[Path]:
-    """The sources of an op and of the ops that it is made of."""
-    found = {*_written(folder)}
+def _op_files(folder: Path) -> set[Path]:
+    """Return the source files of an op and of the ops that it uses."""
+    found = {*_source_files(folder)}
     assert found, f"{folder.name}: no op"
     for file in list(found):
         for other in OTHER_OP.findall(file.read_text()):
-            found |= _of_op(folder.parent / other)
+            found |= _op_files(folder.parent / other)
     return found
 
 
 def backend(device: torch.device) -> str:
-    """The backend that ops on `device` run on: ``cuda``, ``triton``, ..."""
-    return dispatch.name(device)
+    """Return the backend that ops use on `device`: ``cuda``, ``triton``, ..."""
+    return dispatch.backend_of(device)
 
 
 def read(path: Path) -> dict:
-    """The contents of a result file, empty before the first run."""
+    """Return the contents of a result file; empty if it does not exist."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def keys(old: dict, key: tuple[str, ...]) -> set[tuple]:
-    """Of the rows that are there."""
-    return {_of(row, key) for row in old.get("rows", [])}
+def row_keys(old: dict, key: tuple[str, ...]) -> set[tuple]:
+    """Return the keys of the rows of a result file."""
+    return {_row_key(row, key) for row in old.get("rows", [])}
 
 
-def of_sources(old: dict, digest: str) -> dict:
-    """What of a result file was made of the `sources` of this digest."""
+def with_sources(old: dict, digest: str) -> dict:
+    """Return the runs of a result file that have this source digest, and their rows."""
     runs = {name: info for name, info in old.get("runs", {}).items() if info.get("sources") == digest}
     return {"runs": runs, "rows": [row for row in old.get("rows", []) if row["run"] in runs]}
 
 
-def _of(row: dict, key: tuple[str, ...]) -> tuple:
-    """What tells a row from others; None for what rows of another kind, in the same file, do not have."""
+def _row_key(row: dict, key: tuple[str, ...]) -> tuple:
+    """Return the values of a row's key fields; None for fields that the row lacks."""
     return tuple(row.get(k) for k in key)
 
 
 def merge(old: dict, name: str, info: dict, new: list[dict], key: tuple[str, ...]) -> dict:
-    """The contents of a result file after run `name` made the rows `new`; `key`: what tells rows apart."""
-    made = [row | {"run": name} for row in new]
-    anew = {_of(row, key) for row in made}
-    kept = [row for row in old.get("rows", []) if _of(row, key) not in anew]
-    merged = kept + made
+    """Return the contents of a result file after run `name` added the rows `new`, which replace rows of equal `key`."""
+    added = [row | {"run": name} for row in new]
+    replaced = {_row_key(row, key) for row in added}
+    kept = [row for row in old.get("rows", []) if _row_key(row, key) not in replaced]
+    merged = kept + added
     runs = old.get("runs", {}) | {name: info}
     used = {row["run"] for row in merged}
     return {"runs": {k: v for k, v in runs.items() if k in used}, "rows": merged}

@@ -1,8 +1,10 @@
-"""verl's platform where ranks share GPUs: verl imports it in each of its processes, as VERL_USE_EXTERNAL_MODULES asks.
+"""A verl platform for ranks that share GPUs; verl imports it in every process through VERL_USE_EXTERNAL_MODULES.
 
-Ray is told of as many GPUs as there are ranks, by CUDA_VISIBLE_DEVICES that names a GPU once for each of its ranks. A training
-worker is given one of the names, and is right with it. A rollout server is given the names of all its ranks, and CUDA takes a
-list in which one stands twice for an empty one: so the server sees each GPU once, and vLLM is told which rank has which.
+CUDA_VISIBLE_DEVICES names a GPU once per rank, so Ray counts as many GPUs as ranks. Ray assigns one name to a training
+worker, which needs no change. A rollout server gets the names of all its ranks, but CUDA treats a list with duplicates
+as empty. The server therefore sees each GPU once, and vLLM's ``device_ids`` option maps its ranks to GPUs.
+
+``verl_grpo.py`` sets the variables and the option.
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import set_platform
 
 GPUS = "SHARED_GPUS"
-"""The environment variable that names each GPU once."""
+"""Environment variable that lists each GPU once."""
 
 
-class Shared(PlatformCUDA):
+class SharedGPUPlatform(PlatformCUDA):
     def visible_devices_envvar(self) -> str:
-        return "SHARED_GPUS_OF_RANKS"  # where a server writes the names it is given
+        return "SHARED_GPUS_OF_RANKS"  # receives the GPU names that Ray assigns to a server
 
     def rollout_env_vars(self) -> dict[str, str]:
         return super().rollout_env_vars() | {"CUDA_VISIBLE_DEVICES": os.environ[GPUS]}
 
 
-set_platform(Shared())
+set_platform(SharedGPUPlatform())

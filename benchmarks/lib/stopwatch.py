@@ -1,4 +1,4 @@
-"""How the benchmarks of ops take times."""
+"""Cold-cache timing of ops, on the GPU and on the CPU."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from functools import partial
 import torch
 
 CACHE = 1 << 28
-"""Bytes that are written to empty the GPU's cache."""
-LEAD = 20
-"""Times that they are written at most before a call is timed, so that it is in the queue before the GPU comes to it."""
+"""Bytes written to flush the GPU's L2 cache."""
+MAX_FLUSHES = 20
+"""Largest number of flushes before a timed call, which give the host time to enqueue it."""
 ROUNDS = (5, 200)
-"""Timed calls: at least, and at most."""
-COPIED = 1 << 30
-"""Bytes of the copy of `copy_speed`."""
+"""Smallest and largest number of timed calls."""
+COPY_BYTES = 1 << 30
+"""Size of the copy in `copy_speed`."""
 
 
 class Stopwatch:
-    """Times of calls, from a cold cache: on a GPU between events, on the CPU by the clock."""
+    """A timer of calls that start with a cold cache: CUDA events on a GPU, the clock on the CPU."""
 
     def __init__(self, device: torch.device):
         self.device, self.cache = device, None
@@ -55,8 +55,8 @@ class Stopwatch:
         self.synchronize()
         return self._between(start, end)
 
-    def _lead(self, run: Callable) -> int:
-        """How often the cache is emptied before `run`, that the host may be done with it first."""
+    def _flushes(self, run: Callable) -> int:
+        """Return the number of flushes that take longer than the host needs to enqueue `run`."""
         run()
         self.synchronize()
         if self.cache is None:
@@ -65,32 +65,32 @@ class Stopwatch:
         run()
         host = (time.perf_counter() - started) * 1e3
         self.synchronize()
-        return min(1 + math.ceil(host / self.flush_ms), LEAD)
+        return min(1 + math.ceil(host / self.flush_ms), MAX_FLUSHES)
 
-    def _round(self, runs: list[Callable], leads: list[int]) -> list[tuple]:
+    def _round(self, runs: list[Callable], flushes: list[int]) -> list[tuple]:
         marks = []
-        for run, lead in zip(runs, leads, strict=True):
-            self._flush(lead)
+        for run, count in zip(runs, flushes, strict=True):
+            self._flush(count)
             start = self._now()
             run()
             marks.append((start, self._now()))
         return marks
 
     def medians(self, runs: list[Callable], seconds: float) -> list[float]:
-        """Milliseconds that each of `runs` takes, called by turns for about `seconds`."""
-        leads = [self._lead(run) for run in runs]
+        """Return the median milliseconds of each of `runs`, whose interleaved calls take about `seconds` in total."""
+        flushes = [self._flushes(run) for run in runs]
         started = time.perf_counter()
-        self._round(runs, leads)
+        self._round(runs, flushes)
         self.synchronize()
         once = time.perf_counter() - started
         rounds = min(max(int(seconds / once), ROUNDS[0]), ROUNDS[1])
-        marks = [self._round(runs, leads) for _ in range(rounds)]
+        marks = [self._round(runs, flushes) for _ in range(rounds)]
         self.synchronize()
         return [statistics.median(self._between(*mark) for mark in mine) for mine in zip(*marks, strict=True)]
 
 
 def copy_speed(watch: Stopwatch) -> float:
-    """Bytes that a copy reads and writes a second."""
-    source = torch.randn(COPIED // 4, device=watch.device)
+    """Return the bandwidth of a copy, in bytes read plus written per second."""
+    source = torch.randn(COPY_BYTES // 4, device=watch.device)
     target = torch.empty_like(source)
-    return 2 * COPIED / (watch.medians([lambda: target.copy_(source)], 0.5)[0] / 1e3)
+    return 2 * COPY_BYTES / (watch.medians([lambda: target.copy_(source)], 0.5)[0] / 1e3)

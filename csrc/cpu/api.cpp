@@ -1,9 +1,11 @@
-// The C ABI that alignkit/native.py calls. No torch headers: one build serves every torch version.
+// C ABI of the CPU kernels, called by alignkit/runtime/native.py. No torch headers: one build serves every torch
+// version. Matrices are row-major; ld* and *_row are strides in elements. `dtype` is a DType of prelude.h.
 #include "../interface.h"
 #include "prelude.h"
 
 using namespace alignkit;
 
+// Return the named kernel table, or the best that this CPU supports if the name is empty or null; null if unsupported.
 static const Kernels* pick(const char* name) {
     const Kernels* all[3] = {generic_kernels(), nullptr, nullptr};
 #if defined(__x86_64__)
@@ -26,10 +28,10 @@ ALIGNKIT_LAYOUT(Attention, dtype, threads, heads_q, heads_kv, dim, seqs, scale, 
 
 extern "C" {
 
-// The name of the instruction set that is chosen.
+// Return the name of the instruction set in use.
 const char* alignkit_isa() { return current->name; }
 
-// Choose one by name, "" for the best. Returns 0, and chooses nothing, if this machine lacks it.
+// Select an instruction set by name, "" for the best. Returns 0 and changes nothing if this CPU lacks it.
 int alignkit_choose_isa(const char* name) {
     const Kernels* k = pick(name);
     if (k) current = k;
@@ -41,8 +43,8 @@ void alignkit_gemm(i64 m, i64 n, i64 k, i64 leaves, const void* a, int a_type, i
     current->gemm(m, n, k, leaves, {a, a_type, a_row, a_col}, {b, b_type, b_row, b_col}, c, ldc, accumulate, threads);
 }
 
-void alignkit_round(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row, i64 y_col,
-                    int threads) {
+void alignkit_round(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row,
+                    i64 y_col, int threads) {
     current->round(rows, cols, x, ldx, bias, dtype, y, y_row, y_col, threads);
 }
 
@@ -60,13 +62,13 @@ void alignkit_logits_back(i64 rows, i64 cols, float* g, i64 ldg, const float* ca
     current->logits_back(rows, cols, g, ldg, {nullptr, cap, scale, temperature}, capped, threads);
 }
 
-void alignkit_join(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given, float* top,
-                   i64* s, i64* v, int threads) {
+void alignkit_join(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given,
+                   float* top, i64* s, i64* v, int threads) {
     current->join(rows, tiles, m, q, u, given, top, s, v, threads);
 }
 
-void alignkit_log_probs(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature, const double* lse,
-                        float* out, i64 ldo, int threads) {
+void alignkit_log_probs(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature,
+                        const double* lse, float* out, i64 ldo, int threads) {
     current->log_probs(rows, cols, dtype, z, ldz, temperature, lse, out, ldo, threads);
 }
 
@@ -109,8 +111,8 @@ void alignkit_sigmoid_mul(i64 rows, i64 n, int dtype, const float* gate, const v
     current->sigmoid_mul(rows, n, dtype, gate, x, y, threads);
 }
 
-void alignkit_sigmoid_mul_grad(i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy, float* dgate,
-                               void* dx, int threads) {
+void alignkit_sigmoid_mul_grad(i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy,
+                               float* dgate, void* dx, int threads) {
     current->sigmoid_mul_grad(rows, n, dtype, gate, x, dy, dgate, dx, threads);
 }
 
@@ -124,13 +126,13 @@ void alignkit_route_grad(i64 rows, const Routing* how, const float* z, const i64
     current->route_grad(rows, *how, z, ids, grad, dz, threads);
 }
 
-void alignkit_combine(i64 rows, i64 cols, i64 k, i64 experts, int dtype, const void* y, const i64* place, const i64* ids,
-                      const float* weights, int out_dtype, void* out, int threads) {
+void alignkit_combine(i64 rows, i64 cols, i64 k, i64 experts, int dtype, const void* y, const i64* place,
+                      const i64* ids, const float* weights, int out_dtype, void* out, int threads) {
     current->combine(rows, cols, k, experts, dtype, y, place, ids, weights, out_dtype, out, threads);
 }
 
-void alignkit_weigh(i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg, void* wa,
-                    int threads) {
+void alignkit_weigh(i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg,
+                    void* wa, int threads) {
     current->weigh(rows, n, dtype, g, a, w, dw, wg, wa, threads);
 }
 
@@ -143,25 +145,29 @@ void alignkit_attention_grad(const Attention* p, const void* out, const float* m
 
 void alignkit_exp(i64 n, const float* x, float* y) { current->exp(n, x, y); }
 
-// Functions of the C library in double, rounded once: one value at a time, so a value's place cannot matter.
+// The functions below call the C library in double and round once. They are scalar, so that an element's position
+// cannot change its bits.
+
+// lse <- m + log(s * 2^-39).
 void alignkit_lse(i64 n, const float* m, const i64* s, double* lse) {
     DefaultRounding guard;
     for (i64 i = 0; i < n; ++i) lse[i] = double(m[i]) + std::log(double(s[i]) * 0x1p-39);
 }
 
-// Of rows with maximum m, integers s and, for the entropy, u, and the target's logit z.
+// logp and lse of each row, and entropy unless null: from the row's maximum m, its integer sums s and u, and the
+// target's logit z.
 void alignkit_finish(i64 n, const float* m, const i64* s, const i64* u, const float* z, float* logp, float* lse,
                      float* entropy) {
     DefaultRounding guard;
     for (i64 i = 0; i < n; ++i) {
-        double top = double(m[i]), sum = double(s[i]), whole = top + std::log(sum * 0x1p-39);
-        logp[i] = float(double(z[i]) - whole);
-        lse[i] = float(whole);
-        if (entropy) entropy[i] = float(whole - top + double(u[i]) / sum);
+        double top = double(m[i]), sum = double(s[i]), row_lse = top + std::log(sum * 0x1p-39);
+        logp[i] = float(double(z[i]) - row_lse);
+        lse[i] = float(row_lse);
+        if (entropy) entropy[i] = float(row_lse - top + double(u[i]) / sum);
     }
 }
 
-// Factor times the cosines and sines of the frequencies' multiples.
+// table [positions, 2 half] <- factor * cos(t * frequency), then factor * sin(t * frequency), for each position t.
 void alignkit_rope_table(i64 positions, i64 half, const double* frequencies, double factor, float* table) {
     DefaultRounding guard;
     for (i64 j = 0; j < half; ++j) {

@@ -1,3 +1,4 @@
+// The CPU kernels for AVX2 and FMA: 8 fp32 lanes.
 #include "prelude.h"
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma")

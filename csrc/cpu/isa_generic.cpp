@@ -1,4 +1,4 @@
-// Any processor: std::fma, correct everywhere, fast where the compiler has a scalar fused multiply-add.
+// The CPU kernels for any processor: scalar fma, in hardware where the baseline target has it, else the C library's.
 #include "prelude.h"
 #define ISA generic
 #define VL 4

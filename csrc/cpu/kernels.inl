@@ -20,16 +20,16 @@ static inline void store(bf16* p, float v) {  // round to nearest, ties to even
     uint32_t r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     p->bits = uint16_t((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : r);
 }
-static inline void store(fp16* p, float v) {  // likewise, in integers: the same on a processor without the type
+static inline void store(fp16* p, float v) {  // round to nearest even in integers: needs no hardware fp16
     uint32_t u = float_bits(v), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
     uint32_t r;
     if (a > 0x7f800000) r = 0x7e00 | (a >> 13 & 0x3ff);
-    else if (a >= 0x477ff000) r = 0x7c00;  // half way from the largest to the next power of two, and beyond
+    else if (a >= 0x477ff000) r = 0x7c00;  // rounds to infinity: at least halfway past the largest fp16
     else if (a >= 0x38800000) r = (a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13;
-    else if (a < 0x33000000) r = 0;  // below half of the smallest
-    else {  // a multiple of 2^-24
-        uint32_t shift = 126 - (a >> 23), whole = (a & 0x7fffff) | 0x800000;
-        r = (whole + (uint32_t(1) << (shift - 1)) - 1 + (whole >> shift & 1)) >> shift;
+    else if (a < 0x33000000) r = 0;  // below half of the smallest denormal
+    else {  // denormal: a multiple of 2^-24
+        uint32_t shift = 126 - (a >> 23), mantissa = (a & 0x7fffff) | 0x800000;
+        r = (mantissa + (uint32_t(1) << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;
     }
     p->bits = uint16_t(sign | r);
 }
@@ -57,7 +57,8 @@ static inline float exp1(float x) {
     return x != x ? x : y;
 }
 
-// Not std::vector: the linker keeps one copy of its code for all variants, compiled for any one of them.
+// A minimal vector. The linker would merge std::vector's code across variants, so AVX-512 code could run on an AVX2
+// CPU.
 template <class T> class Array {
     T* data_ = nullptr;
     i64 size_ = 0, room_ = 0;
@@ -92,7 +93,7 @@ public:
     i64 size() const { return size_; }
 };
 
-// Work items over threads; f(item) for item in [0, n).
+// Call f(item) for each item in [0, n), distributed over threads.
 template <class F> static void parallel(i64 n, int threads, F f) {
 #pragma omp parallel num_threads(int(std::min<i64>(threads, std::max<i64>(n, 1)))) if (threads > 1 && n > 1)
     {
@@ -102,7 +103,7 @@ template <class F> static void parallel(i64 n, int threads, F f) {
     }
 }
 
-// The balanced tree of 16 lanes: lane i takes lane i + 8, then i + 4, i + 2, i + 1.
+// Sum of N lanes by halving: lane i adds lane i + N / 2, then i + N / 4, ..., i + 1.
 template <int N> static inline float tree(float* s) {
     for (int h = N / 2; h > 0; h /= 2)
         for (int i = 0; i < h; ++i) s[i] += s[i + h];
@@ -124,11 +125,11 @@ static inline vf fmav(vf a, vf b, vf c) {
 #endif
 }
 
-constexpr int NR = 32;                       // columns of a panel
-constexpr int MR = VL == 16 ? 8 : 4;         // rows of a panel
-constexpr int NV = 2;                        // vectors of a row held in registers at once
+constexpr int NR = 32;                // mirrors alignkit/runtime/families.py:CPU.kv_block (see KB): columns per panel
+constexpr int MR = VL == 16 ? 8 : 4;  // schedule: rows per packed panel
+constexpr int NV = 2;                 // schedule: vectors per row held in registers
 
-// c[MR][ldc] <- chain over k of a[k][MR] * b[k][NR], continuing from what c holds.
+// Microkernel: continue the chains c[MR][ldc] by a[k][MR] * b[k][NR], ascending k.
 static inline void micro(i64 k, const float* a, const float* b, float* c, i64 ldc) {
     for (int j0 = 0; j0 < NR; j0 += NV * VL) {
         vf acc[MR][NV];
@@ -153,25 +154,25 @@ static inline void micro(i64 k, const float* a, const float* b, float* c, i64 ld
     }
 }
 
-// out[k][width] <- rows [i0, i0 + width) of x, fp32, rows past `rows` are zero.
+// Pack rows [i0, i0 + width) of x into out[k][width], fp32; rows at or past `rows` are zero.
 template <class T>
 static void pack(const Matrix& x, i64 i0, i64 rows, i64 k, int width, float* out) {
     const T* d = static_cast<const T*>(x.data);
-    i64 have = std::min<i64>(width, rows - i0);
+    i64 present = std::min<i64>(width, rows - i0);
     if (x.row == 1) {  // the panel is contiguous across rows
         for (i64 p = 0; p < k; ++p) {
             const T* s = d + i0 + p * x.col;
-            for (int i = 0; i < have; ++i) out[p * width + i] = load(s + i);
-            for (int i = int(have); i < width; ++i) out[p * width + i] = 0;
+            for (int i = 0; i < present; ++i) out[p * width + i] = load(s + i);
+            for (int i = int(present); i < width; ++i) out[p * width + i] = 0;
         }
         return;
     }
-    constexpr i64 KB = 16;  // k in blocks, so that the scattered stores stay in cache
+    constexpr i64 KB = 16;  // schedule: block of k whose scattered stores stay in cache
     for (i64 p0 = 0; p0 < k; p0 += KB) {
         i64 p1 = std::min(p0 + KB, k);
         for (int i = 0; i < width; ++i) {
             const T* s = d + (i0 + i) * x.row;
-            if (i < have)
+            if (i < present)
                 for (i64 p = p0; p < p1; ++p) out[p * width + i] = load(s + p * x.col);
             else
                 for (i64 p = p0; p < p1; ++p) out[p * width + i] = 0;
@@ -184,7 +185,7 @@ static void pack(const Matrix& x, i64 i0, i64 rows, i64 k, int width, float* out
     else pack<bf16>(x, i0, rows, k, width, out);
 }
 
-// One block of MR x NR outputs: `leaves` chains of equal length, merged by the balanced tree.
+// One MR x NR block of outputs: `leaves` chains of equal length, added by the balanced tree.
 static void block(i64 k, i64 leaves, const float* a, const float* b, float c[MR][NR]) {
     float level[8][MR][NR];
     i64 step = k / leaves;
@@ -197,7 +198,7 @@ static void block(i64 k, i64 leaves, const float* a, const float* b, float c[MR]
         }
         micro(step, a + leaf * step * MR, b + leaf * step * NR, &top[0][0], NR);
         if (leaves == 1) return;
-        int d = 0;  // a carry in binary: a full pair at depth d becomes one sum at depth d + 1
+        int d = 0;  // binary carry: a complete pair at depth d becomes one sum at depth d + 1
         for (i64 n = leaf; n & 1; n >>= 1, ++d)
             for (int i = 0; i < MR; ++i)
                 for (int j = 0; j < NR; ++j) part[i][j] = level[d][i][j] + part[i][j];
@@ -205,7 +206,7 @@ static void block(i64 k, i64 leaves, const float* a, const float* b, float c[MR]
     }
 }
 
-// Rows [0, m) of a against columns of one panel of b.
+// c[:, j0 : j0 + NR] = or continue a . b^T for one panel of b; a is packed.
 static void panel(i64 m, i64 n, i64 k, i64 leaves, const float* a, const Matrix& b, i64 j0, float* c, i64 ldc,
                   int accumulate, Array<float>& buffer) {
     buffer.resize(k * NR);
@@ -221,7 +222,7 @@ static void panel(i64 m, i64 n, i64 k, i64 leaves, const float* a, const Matrix&
     }
 }
 
-// c[m, n] = a[m, k] . b[n, k]^T, fp32.
+// c[m, n] = a[m, k] . b[n, k]^T in fp32, each output a k-tree of `leaves` chains; `accumulate` continues from c.
 static void gemm(i64 m, i64 n, i64 k, i64 leaves, Matrix a, Matrix b, float* c, i64 ldc, int accumulate, int threads) {
     Array<float> packed;
     packed.resize((m + MR - 1) / MR * MR * k);
@@ -234,9 +235,9 @@ static void gemm(i64 m, i64 n, i64 k, i64 leaves, Matrix a, Matrix b, float* c, 
 
 // ---------------------------------------------------------------- elementwise
 
-constexpr i64 BLOCK = 2048;  // elements of a work item: they stay in the first cache from one step to the next
+constexpr i64 BLOCK = 2048;  // schedule: elements per work item, so that they stay in L1 between passes
 
-// f(row, first column, end) over all elements.
+// Call f(row, first column, end column) over all elements, in blocks distributed over threads.
 template <class F> static void blocks(i64 rows, i64 cols, int threads, F f) {
     i64 across = (cols + BLOCK - 1) / BLOCK, down = std::max<i64>(BLOCK / std::max<i64>(cols, 1), 1);
     parallel((rows + down - 1) / down * across, threads, [&](i64 w) {
@@ -246,7 +247,8 @@ template <class F> static void blocks(i64 rows, i64 cols, int threads, F f) {
 }
 
 template <class T>
-static void round_t(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, T* y, i64 y_row, i64 y_col, int threads) {
+static void round_t(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, T* y, i64 y_row, i64 y_col,
+                    int threads) {
     blocks(rows, cols, threads, [&](i64 r, i64 j0, i64 j1) {
         const float* p = x + r * ldx;
         T* o = y + r * y_row;
@@ -260,13 +262,14 @@ static void round_t(i64 rows, i64 cols, const float* x, i64 ldx, const float* bi
 }
 
 // y <- x (+ bias), rounded to y's type.
-static void round(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row, i64 y_col,
-                  int threads) {
+static void round(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row,
+                  i64 y_col, int threads) {
     if (dtype == F32) round_t(rows, cols, x, ldx, bias, (float*)y, y_row, y_col, threads);
     else if (dtype == BF16) round_t(rows, cols, x, ldx, bias, (bf16*)y, y_row, y_col, threads);
     else round_t(rows, cols, x, ldx, bias, (fp16*)y, y_row, y_col, threads);
 }
 
+// y <- a + b in fp32, rounded to their type.
 template <class T> static void add_t(i64 n, const T* a, const T* b, T* y, int threads) {
     blocks(1, n, threads, [&](i64, i64 j0, i64 j1) {
         for (i64 j = j0; j < j1; ++j) store(y + j, load(a + j) + load(b + j));
@@ -281,7 +284,8 @@ static void add(i64 n, int dtype, const void* a, const void* b, void* y, int thr
 // ---------------------------------------------------------------- log-softmax
 
 template <class T>
-static void logits_t(i64 rows, i64 cols, const T* x, i64 ldx, Transform how, float* z, i64 ldz, float* capped, int threads) {
+static void logits_t(i64 rows, i64 cols, const T* x, i64 ldx, Transform how, float* z, i64 ldz, float* capped,
+                     int threads) {
     blocks(rows, cols, threads, [&](i64 r, i64 j0, i64 j1) {
         const T* p = x + r * ldx;
         float* o = z + r * ldz;
@@ -305,14 +309,14 @@ static void logits_t(i64 rows, i64 cols, const T* x, i64 ldx, Transform how, flo
     });
 }
 
-// z <- the logits of the products x, which may be z; capped [rows, cols], if given, what the cap made of them.
-static void logits(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform how, float* z, i64 ldz, float* capped,
-                   int threads) {
+// z <- the logits of the GEMM's output x; z may be x. `capped` [rows, cols] or null <- the values after soft-capping.
+static void logits(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform how, float* z, i64 ldz,
+                   float* capped, int threads) {
     if (dtype == F32) logits_t(rows, cols, (const float*)x, ldx, how, z, ldz, capped, threads);
     else logits_t(rows, cols, (const bf16*)x, ldx, how, z, ldz, capped, threads);
 }
 
-// g <- the gradient of the products, from that of the logits.
+// Transform g in place: gradient of the logits -> gradient of the GEMM's output.
 static void logits_back(i64 rows, i64 cols, float* g, i64 ldg, Transform how, const float* capped, int threads) {
     blocks(rows, cols, threads, [&](i64 r, i64 j0, i64 j1) {
         float* o = g + r * ldg;
@@ -334,20 +338,20 @@ static void logits_back(i64 rows, i64 cols, float* g, i64 ldg, Transform how, co
     });
 }
 
-// Rows from their tiles [rows, tiles]: top, their maximum, unless it is given; s, and v if u is there.
-static void join(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given, float* top,
-                 i64* s, i64* v, int threads) {
+// Merge per-tile statistics [rows, tiles] into rows: top <- the maximum, or `given`; s; and v unless u is null.
+static void join(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given,
+                 float* top, i64* s, i64* v, int threads) {
     const float inf = std::numeric_limits<float>::infinity();
     parallel(rows, threads, [&](i64 r) {
         const float* mr = m + r * tiles;
         float best = given ? given[r] : -inf;
         if (!given)
-            for (i64 t = 0; t < tiles; ++t) best = mr[t] > best || mr[t] != mr[t] ? mr[t] : best;  // a NaN stays
+            for (i64 t = 0; t < tiles; ++t) best = mr[t] > best || mr[t] != mr[t] ? mr[t] : best;  // NaN propagates
         i64 sum = 0, weighted = 0;
         for (i64 t = 0; t < tiles; ++t) {
             double w = exp1(mr[t] == -inf ? -inf : mr[t] - best), count = q[r * tiles + t];
             double a = __builtin_rint(w * count * 65536.0);
-            sum += a == a ? i64(a) : 0;  // NaN: then so is the maximum, and the result
+            sum += a == a ? i64(a) : 0;  // NaN: the maximum and the result are then NaN too
             if (!u) continue;
             double gap = mr[t] == -inf ? 0.0 : double(best) - double(mr[t]);
             double b = __builtin_rint(w * (double(u[r * tiles + t]) + count * gap) * 65536.0);
@@ -360,17 +364,17 @@ static void join(i64 rows, i64 tiles, const float* m, const int32_t* q, const in
 }
 
 template <class T>
-static void log_probs_t(i64 rows, i64 cols, const T* z, i64 ldz, const float* temperature, const double* lse, float* out,
-                        i64 ldo, int threads) {
+static void log_probs_t(i64 rows, i64 cols, const T* z, i64 ldz, const float* temperature, const double* lse,
+                        float* out, i64 ldo, int threads) {
     blocks(rows, cols, threads, [&](i64 r, i64 j0, i64 j1) {
         float t = temperature ? temperature[r] : 1.f;
         for (i64 j = j0; j < j1; ++j) out[r * ldo + j] = float(double(load(z + r * ldz + j) / t) - lse[r]);
     });
 }
 
-// out <- the logprobs of logits z.
-static void log_probs(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature, const double* lse,
-                      float* out, i64 ldo, int threads) {
+// out <- (z / temperature) - lse: an fp32 quotient, a double difference, rounded to fp32.
+static void log_probs(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature,
+                      const double* lse, float* out, i64 ldo, int threads) {
     if (dtype == F32) log_probs_t(rows, cols, (const float*)z, ldz, temperature, lse, out, ldo, threads);
     else log_probs_t(rows, cols, (const bf16*)z, ldz, temperature, lse, out, ldo, threads);
 }
@@ -419,7 +423,7 @@ static void tile_stats(i64 rows, i64 cols, i64 tile, const float* z, i64 ldz, fl
     });
 }
 
-// z <- d(loss)/dz for logp of column[r] (-1: the target is elsewhere) and, if given, the entropy.
+// z <- d(loss)/dz for logp of column[r] (-1: the target is not among these columns) and, unless null, the entropy.
 static void logits_grad(i64 rows, i64 cols, float* z, i64 ldz, const float* lse, const float* entropy,
                         const float* g_logp, const float* g_entropy, const i64* column, int threads) {
     parallel(rows, threads, [&](i64 r) {
@@ -441,7 +445,9 @@ static void logits_grad(i64 rows, i64 cols, float* z, i64 ldz, const float* lse,
 // ---------------------------------------------------------------- rms_norm
 
 template <class T>
-static void rms_norm_t(i64 rows, i64 n, const T* x, i64 ldx, const float* w, float eps, T* y, float* rstd, int threads) {
+// y <- x * rstd * w, with rstd = 1 / sqrt(mean(x^2) + eps); the squares are summed in 16 lanes.
+static void rms_norm_t(i64 rows, i64 n, const T* x, i64 ldx, const float* w, float eps, T* y, float* rstd,
+                       int threads) {
     parallel(rows, threads, [&](i64 r) {
         const T* p = x + r * ldx;
         float s[16] = {};
@@ -455,8 +461,8 @@ static void rms_norm_t(i64 rows, i64 n, const T* x, i64 ldx, const float* w, flo
     });
 }
 
-// What rows are multiplied by: w, or 1 + w, which `memory` then holds.
-static const float* scaled_by(const float* w, i64 n, int zero_centered, Array<float>& memory) {
+// Return the effective weight: w, or 1 + w if zero_centered (stored in `memory`).
+static const float* effective_weight(const float* w, i64 n, int zero_centered, Array<float>& memory) {
     if (!zero_centered) return w;
     DefaultRounding guard;
     memory.resize(n);
@@ -467,14 +473,14 @@ static const float* scaled_by(const float* w, i64 n, int zero_centered, Array<fl
 static void rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, int zero_centered, float eps,
                      void* y, float* rstd, int threads) {
     Array<float> memory;
-    w = scaled_by(w, n, zero_centered, memory);
+    w = effective_weight(w, n, zero_centered, memory);
     if (dtype == F32) rms_norm_t(rows, n, (const float*)x, ldx, w, eps, (float*)y, rstd, threads);
     else rms_norm_t(rows, n, (const bf16*)x, ldx, w, eps, (bf16*)y, rstd, threads);
 }
 
 template <class T>
-static void rms_norm_grad_t(i64 rows, i64 n, const T* dy, const T* x, const float* w, const float* rstd, T* dx, float* dw,
-                            int threads) {
+static void rms_norm_grad_t(i64 rows, i64 n, const T* dy, const T* x, const float* w, const float* rstd, T* dx,
+                            float* dw, int threads) {
     parallel(rows, threads, [&](i64 r) {
         const T *p = x + r * n, *g = dy + r * n;
         float s[16] = {};
@@ -486,7 +492,7 @@ static void rms_norm_grad_t(i64 rows, i64 n, const T* dy, const T* x, const floa
         for (j = 0; j < n; ++j)
             store(dx + r * n + j, rs * fma1(-c, load(p + j), load(g + j) * w[j]));
     });
-    i64 cols = 256;  // dw: a chain over rows, columns independent
+    i64 cols = 256;  // schedule: columns per work item of dw, a chain over rows per column
     parallel((n + cols - 1) / cols, threads, [&](i64 b) {
         i64 j0 = b * cols, j1 = std::min(n, j0 + cols);
         for (i64 r = 0; r < rows; ++r)
@@ -497,7 +503,7 @@ static void rms_norm_grad_t(i64 rows, i64 n, const T* dy, const T* x, const floa
 static void rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w, int zero_centered,
                           const float* rstd, void* dx, float* dw, int threads) {
     Array<float> memory;
-    w = scaled_by(w, n, zero_centered, memory);
+    w = effective_weight(w, n, zero_centered, memory);
     if (dtype == F32)
         rms_norm_grad_t(rows, n, (const float*)dy, (const float*)x, w, rstd, (float*)dx, dw, threads);
     else rms_norm_grad_t(rows, n, (const bf16*)dy, (const bf16*)x, w, rstd, (bf16*)dx, dw, threads);
@@ -506,6 +512,7 @@ static void rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void
 // ---------------------------------------------------------------- rope, silu_mul
 
 template <class T>
+// Rotate the first `rotary` dimensions of each head; the others are copied.
 static void rope_t(i64 tokens, i64 heads, i64 dim, i64 rotary, int inverse, const T* x, i64 row, i64 head,
                    const i64* positions, const float* table, T* y, int threads) {
     i64 half = rotary / 2;
@@ -532,6 +539,7 @@ static void rope(i64 tokens, i64 heads, i64 dim, i64 rotary, int dtype, int inve
 }
 
 template <class T>
+// y <- silu(g) * u.
 static void silu_mul_t(i64 rows, i64 n, const T* g, i64 ldg, const T* u, i64 ldu, T* y, int threads) {
     parallel(rows, threads, [&](i64 r) {
         for (i64 j = 0; j < n; ++j) {
@@ -569,6 +577,7 @@ static void silu_mul_grad(i64 rows, i64 n, int dtype, const void* g, i64 ldg, co
 }
 
 template <class T>
+// y <- sigmoid(gate) * x, one gate per row.
 static void sigmoid_mul_t(i64 rows, i64 n, const float* gate, const T* x, T* y, int threads) {
     parallel(rows, threads, [&](i64 r) {
         float s = 1.f / (1.f + exp1(-gate[r]));
@@ -581,7 +590,7 @@ static void sigmoid_mul(i64 rows, i64 n, int dtype, const float* gate, const voi
     else sigmoid_mul_t(rows, n, gate, (const bf16*)x, (bf16*)y, threads);
 }
 
-// The sum of a[j] * b[j]: lane j mod 16 a chain, the lanes joined by halving.
+// Sum of a[j] * b[j]: lane j mod 16 is a chain; the lanes are added by halving.
 template <class A, class B> static inline float lane_sum(i64 n, const A* a, const B* b) {
     float s[16] = {};
     i64 j = 0;
@@ -609,7 +618,7 @@ static void sigmoid_mul_grad(i64 rows, i64 n, int dtype, const float* gate, cons
 
 // ---------------------------------------------------------------- mixture of experts
 
-// Leaves of the tree over experts: runs of an odd number of ids, each filled up to a power of two.
+// Leaf numbering of the tree over experts: `groups` runs of `run` ids (odd), each padded to `width`, a power of two.
 struct ExpertTree {
     i64 run, groups, width;
     explicit ExpertTree(i64 experts) : groups(experts & -experts), width(1) {
@@ -620,7 +629,8 @@ struct ExpertTree {
     i64 leaves() const { return groups * width; }
 };
 
-// The tree over experts of v, where `chosen` is null or set; `memory` holds its leaves. A zero comes out positive.
+// Sum v over experts by the tree: all, or those flagged in `chosen`. Never returns -0. `memory`: scratch for the
+// leaves.
 static float sum_over_experts(const ExpertTree& tree, i64 experts, const float* v, const char* chosen, float* memory) {
     for (i64 i = 0; i < tree.leaves(); ++i) memory[i] = 0.f;
     for (i64 e = 0; e < experts; ++e)
@@ -630,70 +640,72 @@ static float sum_over_experts(const ExpertTree& tree, i64 experts, const float* 
     return memory[0] + 0.f;
 }
 
-// The index of the best of v that is not out, and there is one: the greatest, NaN above all, of equal ones the first.
-static i64 best(i64 n, const float* v, const char* out) {
+// Argmax of v over entries not excluded (at least one): NaN is greatest, ties go to the lowest index.
+static i64 best(i64 n, const float* v, const char* excluded) {
     i64 at = 0;
-    while (out[at]) ++at;
+    while (excluded[at]) ++at;
     for (i64 i = at + 1; i < n; ++i)
-        if (!out[i] && (v[i] > v[at] || (v[i] != v[i] && v[at] == v[at]))) at = i;
+        if (!excluded[i] && (v[i] > v[at] || (v[i] != v[i] && v[at] == v[at]))) at = i;
     return at;
 }
 
-// What a thread needs of memory for a row.
+// Scratch memory for routing one row.
 struct Row {
     Array<float> scores, values, leaves, groups;
-    Array<char> out, of_groups;
+    Array<char> flags, group_flags;
     Row(const Routing& how, const ExpertTree& tree)
-        : scores(how.experts), values(how.experts), leaves(tree.leaves()), groups(how.groups), out(how.experts),
-          of_groups(how.groups) {}
+        : scores(how.experts), values(how.experts), leaves(tree.leaves()), groups(how.groups), flags(how.experts),
+          group_flags(how.groups) {}
 };
 
+// s <- scores of the router logits z: sigmoid(z), or exp(z - max z).
 static void scores(const Routing& how, const float* z, float* s) {
     if (how.sigmoid) {
         for (i64 e = 0; e < how.experts; ++e) s[e] = 1.f / (1.f + exp1(-z[e]));
         return;
     }
     float top = z[0];
-    for (i64 e = 1; e < how.experts; ++e) top = z[e] > top || z[e] != z[e] ? z[e] : top;  // a NaN stays
+    for (i64 e = 1; e < how.experts; ++e) top = z[e] > top || z[e] != z[e] ? z[e] : top;  // NaN propagates
     for (i64 e = 0; e < how.experts; ++e) s[e] = exp1(z[e] - top);
 }
 
-// What scores are divided by; chosen: a flag for each expert.
+// Return the divisor that turns scores into weights; chosen: a flag per expert.
 static float divisor(const Routing& how, const ExpertTree& tree, const float* s, const char* chosen, float* memory) {
     if (how.sigmoid && !how.normalize) return 1.f;
     float sum = sum_over_experts(tree, how.experts, s, how.normalize ? chosen : nullptr, memory);
     return how.sigmoid ? sum + 1e-20f : sum;
 }
 
-// row.out <- whether an expert is chosen, by `values`.
+// Select the top_k experts by `values`, within the best top_groups groups; row.flags <- 1 for selected experts, else 0.
 static void choose(const Routing& how, const float* values, Row& row) {
     i64 size = how.experts / how.groups;
-    char* out = row.out.data();
-    for (i64 e = 0; e < how.experts; ++e) out[e] = how.groups > 1;
+    char* flags = row.flags.data();  // nonzero: excluded; 2: selected
+    for (i64 e = 0; e < how.experts; ++e) flags[e] = how.groups > 1;
     if (how.groups > 1) {
         for (i64 g = 0; g < how.groups; ++g) {
             const float* v = values + g * size;
-            char* of = out + g * size;
-            for (i64 e = 0; e < size; ++e) of[e] = 0;
-            i64 first = best(size, v, of);
+            char* group = flags + g * size;
+            for (i64 e = 0; e < size; ++e) group[e] = 0;
+            i64 first = best(size, v, group);
             row.groups[g] = v[first];
             if (size > 1) {
-                of[first] = 1;
-                row.groups[g] = v[first] + v[best(size, v, of)];
+                group[first] = 1;
+                row.groups[g] = v[first] + v[best(size, v, group)];
             }
-            for (i64 e = 0; e < size; ++e) of[e] = 1;
-            row.of_groups[g] = 0;
+            for (i64 e = 0; e < size; ++e) group[e] = 1;
+            row.group_flags[g] = 0;
         }
         for (i64 i = 0; i < how.top_groups; ++i) {
-            i64 g = best(how.groups, row.groups.data(), row.of_groups.data());
-            row.of_groups[g] = 1;
-            for (i64 e = 0; e < size; ++e) out[g * size + e] = 0;
+            i64 g = best(how.groups, row.groups.data(), row.group_flags.data());
+            row.group_flags[g] = 1;
+            for (i64 e = 0; e < size; ++e) flags[g * size + e] = 0;
         }
     }
-    for (i64 i = 0; i < how.top_k; ++i) out[best(how.experts, values, out)] = 2;
-    for (i64 e = 0; e < how.experts; ++e) out[e] = out[e] == 2;
+    for (i64 i = 0; i < how.top_k; ++i) flags[best(how.experts, values, flags)] = 2;
+    for (i64 e = 0; e < how.experts; ++e) flags[e] = flags[e] == 2;
 }
 
+// weights, ids [rows, top_k] <- each row's selected experts, ascending ids.
 static void route(i64 rows, Routing how, const float* z, const float* bias, float* weights, i64* ids, int threads) {
     ExpertTree tree(how.experts);
     parallel(rows, threads, [&](i64 r) {
@@ -706,21 +718,23 @@ static void route(i64 rows, Routing how, const float* z, const float* bias, floa
             values = row.values.data();
         }
         choose(how, values, row);
-        float total = divisor(how, tree, s, row.out.data(), row.leaves.data());
+        float total = divisor(how, tree, s, row.flags.data(), row.leaves.data());
         for (i64 e = 0, i = r * how.top_k; e < how.experts; ++e)
-            if (row.out[e]) {
+            if (row.flags[e]) {
                 ids[i] = e;
                 weights[i++] = s[e] / total * how.scale;
             }
     });
 }
 
-static void route_grad(i64 rows, Routing how, const float* z, const i64* ids, const float* grad, float* dz, int threads) {
+// dz [rows, experts] <- the gradient of the router logits from that of the weights.
+static void route_grad(i64 rows, Routing how, const float* z, const i64* ids, const float* grad, float* dz,
+                       int threads) {
     ExpertTree tree(how.experts);
     parallel(rows, threads, [&](i64 r) {
         Row row(how, tree);
         float *s = row.scores.data(), *terms = row.values.data(), *g = dz + r * how.experts;
-        char* chosen = row.out.data();
+        char* chosen = row.flags.data();
         scores(how, z + r * how.experts, s);
         for (i64 e = 0; e < how.experts; ++e) g[e] = chosen[e] = 0;
         for (i64 i = r * how.top_k; i < (r + 1) * how.top_k; ++i) {
@@ -741,7 +755,8 @@ static void route_grad(i64 rows, Routing how, const float* z, const i64* ids, co
     });
 }
 
-// out <- the tree over experts of weights (1 if null) times y's rows; place[row][i] is that of ids[row][i], or -1.
+// out <- the sum over experts, by the tree, of weights (1 if null) times rows of y. place[row][i]: the row of y for
+// expert ids[row][i], or -1 if absent.
 template <class T, class O>
 static void combine_t(i64 rows, i64 cols, i64 k, i64 experts, const T* y, const i64* place, const i64* ids,
                       const float* weights, O* out, int threads) {
@@ -754,26 +769,26 @@ static void combine_t(i64 rows, i64 cols, i64 k, i64 experts, const T* y, const 
         i64 n = 0, sums = 0;
         for (i64 i = r * k; i < (r + 1) * k; ++i) {
             if (place[i] < 0) continue;
-            i64 at = n++, of = tree.leaf(ids[i]);
-            for (; at > 0 && leaf[at - 1] > of; --at) {
+            i64 at = n++, own_leaf = tree.leaf(ids[i]);
+            for (; at > 0 && leaf[at - 1] > own_leaf; --at) {  // insertion sort by leaf
                 leaf[at] = leaf[at - 1];
                 pair[at] = pair[at - 1];
                 weight[at] = weight[at - 1];
             }
-            leaf[at] = of;
+            leaf[at] = own_leaf;
             pair[at] = place[i];
             weight[at] = weights ? weights[i] : 1.f;
         }
         for (i64 i = 0; i < n; ++i) alive[i] = i;
-        for (i64 level = 1, m = n; m > 1; ++level) {  // neighbours under one node are added; absent leaves are 0
-            i64 kept = 0;
+        for (i64 level = 1, m = n; m > 1; ++level) {  // add the children of each node; absent leaves are 0
+            i64 remaining = 0;
             for (i64 i = 0; i < m; ++i) {
-                if (kept && leaf[alive[kept - 1]] >> level == leaf[alive[i]] >> level) {
-                    left[sums] = alive[kept - 1];
+                if (remaining && leaf[alive[remaining - 1]] >> level == leaf[alive[i]] >> level) {
+                    left[sums] = alive[remaining - 1];
                     right[sums++] = alive[i];
-                } else alive[kept++] = alive[i];
+                } else alive[remaining++] = alive[i];
             }
-            m = kept;
+            m = remaining;
         }
         for (i64 j0 = 0; j0 < cols; j0 += block) {
             i64 width = std::min(block, cols - j0);
@@ -811,20 +826,22 @@ static void weigh_t(i64 rows, i64 n, const float* g, const T* a, const float* w,
     });
 }
 
-// Of pairs with weights w: dw, the sums of g times a; w times g and w times a, in a's type.
-static void weigh(i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg, void* wa,
-                  int threads) {
+// Backward of weights w, one row per (token, expert) pair: dw <- sum of g * a; wg <- w * g and wa <- w * a, in a's
+// type.
+static void weigh(i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg,
+                  void* wa, int threads) {
     if (dtype == F32) weigh_t(rows, n, g, (const float*)a, w, dw, (float*)wg, (float*)wa, threads);
     else weigh_t(rows, n, g, (const bf16*)a, w, dw, (bf16*)wg, (bf16*)wa, threads);
 }
 
 // ---------------------------------------------------------------- attention
 
-constexpr i64 KB = NR;     // positions of a key block: the contract's kv_block
-constexpr i64 LEAF = 128;  // of a leaf, a whole number of blocks: the contract's kv_leaf
-constexpr float RESERVE = 21;  // nearly by how much a score may exceed what scores are measured by: the contract's
-constexpr i64 QB = 16;     // query positions of a work item: free
+constexpr i64 KB = NR;         // positions per key block
+constexpr i64 LEAF = 128;      // mirrors alignkit/runtime/families.py:CPU.kv_leaf (positions, a multiple of KB)
+constexpr float RESERVE = 21;  // mirrors alignkit/runtime/families.py:CPU.reserve (headroom above the level m)
+constexpr i64 QB = 16;         // schedule: query positions per work item
 
+// Row of k and v that holds position `pos` of sequence s.
 static inline i64 kv_row(const Attention& p, i64 s, i64 pos) {
     i64 at = p.kv_start[s] + pos;
     return p.kv_rows ? p.kv_rows[at] : at;
@@ -832,6 +849,8 @@ static inline i64 kv_row(const Attention& p, i64 s, i64 pos) {
 
 struct Item { i64 seq, q0, q1; };  // query positions [q0, q1) within the sequence's queries
 
+// One work item: QB query positions of all heads of a GQA group. Leaves of LEAF keys are visited in ascending order,
+// and their softmax states merged into the running state as they complete.
 template <class T>
 static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) {
     const T *q = (const T*)p.q, *k = (const T*)p.k, *v = (const T*)p.v;
@@ -839,7 +858,7 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
     i64 tiles = 0;
     for (i64 s = 0; s < p.seqs; ++s) tiles += (p.q_start[s + 1] - p.q_start[s] + QB - 1) / QB;
     Array<Item> items(tiles);
-    for (i64 s = 0, at = tiles; s < p.seqs; ++s)  // late queries see more keys: start with them
+    for (i64 s = 0, at = tiles; s < p.seqs; ++s)  // longest first: late queries attend to more keys
         for (i64 a = 0, n = p.q_start[s + 1] - p.q_start[s]; a < n; a += QB) items[--at] = {s, a, std::min(a + QB, n)};
     parallel(tiles * p.heads_kv, p.threads, [&](i64 w) {
         Item it = items[w / p.heads_kv];
@@ -847,13 +866,15 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
         i64 q_len = p.q_start[s + 1] - p.q_start[s], context = p.kv_start[s + 1] - p.kv_start[s] - q_len;
         i64 rows = (it.q1 - it.q0) * group, padded = (rows + MR - 1) / MR * MR;
         Array<float> qp(padded * D), kt(D * KB), vb(DP * KB), sc, pt(padded * KB);
-        Array<float> m, l, acc;                 // of the leaf; m is what probabilities are relative to
-        Array<float> m_all, l_all, acc_all;     // joined, of all leaves so far
+        Array<float> m, l, acc;              // state of the current leaf; probabilities are exp(score - m)
+        Array<float> m_all, l_all, acc_all;  // merged state of the leaves so far
         auto position = [&](i64 r) { return context + it.q0 + r / group; };
         for (i64 r = 0; r < padded; ++r)
             for (i64 d = 0; d < D; ++d)
                 qp[(r / MR * D + d) * MR + r % MR] =
-                    r < rows ? load(q + (p.q_start[s] + it.q0 + r / group) * p.q_row + (hk * group + r % group) * p.q_head + d) : 0.f;
+                    r < rows ? load(q + (p.q_start[s] + it.q0 + r / group) * p.q_row +
+                                    (hk * group + r % group) * p.q_head + d)
+                             : 0.f;
         i64 last = context + it.q1;  // keys visible to the last query
         for (i64 b = 0; b < last; b += KB) {
             if (b % LEAF == 0) {
@@ -861,16 +882,17 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                 l.assign(padded, 0.f);
                 acc.assign(padded * DP, 0.f);
             }
-            i64 have = std::min(KB, last - b), seen = position(0) + 1 - b;  // by the first query, of this block
-            i64 odd = -1;  // the last value that is infinite or NaN, among those that not all queries see
+            i64 present = std::min(KB, last - b), seen = position(0) + 1 - b;  // keys; keys visible to the first query
+            i64 nonfinite = -1;  // last key whose value has inf or NaN and that some query masks
             for (i64 j = 0; j < KB; ++j) {
-                i64 row = j < have ? kv_row(p, s, b + j) : 0;
+                i64 row = j < present ? kv_row(p, s, b + j) : 0;
                 const T *kr = k + row * p.k_row + hk * p.k_head, *vr = v + row * p.v_row + hk * p.v_head;
-                for (i64 d = 0; d < D; ++d) kt[d * KB + j] = j < have ? load(kr + d) : 0.f;
-                for (i64 d = 0; d < DP; ++d) vb[(d / NR * KB + j) * NR + d % NR] = j < have && d < D ? load(vr + d) : 0.f;
-                if (j >= seen && j < have)
+                for (i64 d = 0; d < D; ++d) kt[d * KB + j] = j < present ? load(kr + d) : 0.f;
+                for (i64 d = 0; d < DP; ++d)
+                    vb[(d / NR * KB + j) * NR + d % NR] = j < present && d < D ? load(vr + d) : 0.f;
+                if (j >= seen && j < present)
                     for (i64 d = 0; d < D; ++d)
-                        if ((float_bits(load(vr + d)) & 0x7f800000) == 0x7f800000) odd = j;
+                        if ((float_bits(load(vr + d)) & 0x7f800000) == 0x7f800000) nonfinite = j;
             }
             sc.assign(padded * KB, 0.f);
             for (i64 r0 = 0; r0 < padded; r0 += MR) micro(D, &qp[r0 * D], kt.data(), &sc[r0 * KB], KB);
@@ -878,7 +900,7 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                 float* sr = &sc[r * KB];
                 float* pr = &pt[r / MR * MR * KB + r % MR];
                 i64 visible = r < rows ? std::min(KB, position(r) + 1 - b) : 0;
-                if (visible <= 0) {  // nothing of this block: the running state stays as it is
+                if (visible <= 0) {  // fully masked: the state does not change
                     for (i64 j = 0; j < KB; ++j) pr[j * MR] = 0.f;
                     continue;
                 }
@@ -898,11 +920,11 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                 for (i64 j = 0; j < KB; ++j) l[r] += pr[j * MR] = round_to<T>(sr[j]);
             }
             for (i64 r0 = 0; r0 < padded; r0 += MR) {
-                if (odd < 0 || position(r0) + 1 - b > odd) {
+                if (nonfinite < 0 || position(r0) + 1 - b > nonfinite) {
                     for (i64 d = 0; d < DP; d += NR) micro(KB, &pt[r0 * KB], &vb[d * KB], &acc[r0 * DP + d], DP);
                     continue;
                 }
-                // 0 times what a query does not see would be NaN.
+                // Skip masked keys: 0 * inf or 0 * NaN would be NaN.
                 for (i64 r = r0; r < std::min(r0 + MR, rows); ++r)
                     for (i64 d = 0; d < D; ++d)
                         for (i64 j = 0; j < std::min(KB, position(r) + 1 - b); ++j)
@@ -918,12 +940,13 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                 continue;
             }
             for (i64 r = 0; r < rows; ++r) {
-                if (position(r) < leaf) continue;  // it sees nothing of this leaf
-                float to = m[r] - m_all[r] <= RESERVE ? m_all[r] : m[r], before = exp1(m_all[r] - to), after = exp1(m[r] - to);
+                if (position(r) < leaf) continue;  // the leaf is fully masked
+                float level = m[r] - m_all[r] <= RESERVE ? m_all[r] : m[r], before = exp1(m_all[r] - level),
+                      after = exp1(m[r] - level);
                 l_all[r] = fma1(l[r], after, l_all[r] * before);
                 for (i64 d = 0; d < D; ++d)
                     acc_all[r * DP + d] = fma1(acc[r * DP + d], after, acc_all[r * DP + d] * before);
-                m_all[r] = to;
+                m_all[r] = level;
             }
         }
         for (i64 r = 0; r < rows; ++r) {
@@ -939,7 +962,7 @@ static void attention(const Attention& p, void* out, float* m, float* l) {
     else attention_t(p, (bf16*)out, m, l);
 }
 
-// c[m, n] (+)= a . b^T on one thread.
+// c[m, n] = or += a . b^T, chains, on one thread; pa and pb are scratch for packing.
 static void product(i64 m, i64 n, i64 k, Matrix a, Matrix b, float* c, i64 ldc, int accumulate, Array<float>& pa,
                     Array<float>& pb) {
     pa.resize((m + MR - 1) / MR * MR * k);
@@ -947,7 +970,7 @@ static void product(i64 m, i64 n, i64 k, Matrix a, Matrix b, float* c, i64 ldc, 
     for (i64 j = 0; j < n; j += NR) panel(m, n, k, 1, pa.data(), b, j, c, ldc, accumulate, pb);
 }
 
-// Packed sequences, fp32 gradients [T, H, D]. Query rows in chunks ascending, so every sum is one chain.
+// Gradients of packed sequences, fp32 [T, H, D]. Chunks of query rows are visited in order, so every sum is one chain.
 template <class T>
 static void attention_grad_t(const Attention& p, const T* out, const float* m, const float* l, const T* d_out,
                              float* dq, float* dk, float* dv) {
@@ -956,10 +979,11 @@ static void attention_grad_t(const Attention& p, const T* out, const float* m, c
     parallel(p.seqs * HK, p.threads, [&](i64 w) {
         i64 s = w / HK, hk = w % HK, first = p.q_start[s], n = p.q_start[s + 1] - first;
         Array<float> sc, dp, pa, pb;
-        const T *k = (const T*)p.k + first * p.k_row + hk * p.k_head, *v = (const T*)p.v + first * p.v_row + hk * p.v_head;
+        const T *k = (const T*)p.k + first * p.k_row + hk * p.k_head,
+                *v = (const T*)p.v + first * p.v_row + hk * p.v_head;
         for (i64 h = hk * group; h < (hk + 1) * group; ++h)
-            for (i64 i0 = 0; i0 < n; i0 += CH) {
-                i64 i1 = std::min(i0 + CH, n), r = i1 - i0, c = i1;  // rows, and keys they can see
+            for (i64 i0 = 0; i0 < n; i0 += CH) {  // chunks of query rows
+                i64 i1 = std::min(i0 + CH, n), r = i1 - i0, c = i1;  // query rows, visible keys
                 const T* qi = (const T*)p.q + (first + i0) * p.q_row + h * p.q_head;
                 i64 at = (first + i0) * HQ + h;
                 const T *oi = out + at * D, *gi = d_out + at * D;
@@ -969,7 +993,8 @@ static void attention_grad_t(const Attention& p, const T* out, const float* m, c
                 product(r, c, D, {gi, dt, HQ * D, 1}, {v, dt, p.v_row, 1}, dp.data(), c, 0, pa, pb);
                 for (i64 i = 0; i < r; ++i) {
                     float delta = 0.f, mi = m[at + i * HQ], li = l[at + i * HQ];
-                    for (i64 d = 0; d < D; ++d) delta = fma1(load(gi + i * HQ * D + d), load(oi + i * HQ * D + d), delta);
+                    for (i64 d = 0; d < D; ++d)
+                        delta = fma1(load(gi + i * HQ * D + d), load(oi + i * HQ * D + d), delta);
                     for (i64 j = 0; j < c; ++j) {
                         float e = j <= i0 + i ? exp1(sc[i * c + j] * p.scale - mi) / li : 0.f;
                         sc[i * c + j] = e;
@@ -997,9 +1022,9 @@ static void exp(i64 n, const float* x, float* y) {
 
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
-static const Kernels kernels = {STRING(ISA), gemm, round, add, logits, logits_back, join, log_probs, tile_stats, logits_grad,
-                                rms_norm, rms_norm_grad, rope, silu_mul, silu_mul_grad, sigmoid_mul, sigmoid_mul_grad, route, route_grad, combine,
-                                weigh, attention, attention_grad, exp};
+static const Kernels kernels = {STRING(ISA), gemm, round, add, logits, logits_back, join, log_probs, tile_stats,
+                                logits_grad, rms_norm, rms_norm_grad, rope, silu_mul, silu_mul_grad, sigmoid_mul,
+                                sigmoid_mul_grad, route, route_grad, combine, weigh, attention, attention_grad, exp};
 }  // namespace ISA
 
 #define JOIN_(a, b) a##b

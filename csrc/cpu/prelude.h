@@ -1,4 +1,5 @@
-// What every instruction-set variant includes before its target is chosen, and the table it fills.
+// Types shared by the instruction-set variants, and the table of kernels that each variant fills. Included before the
+// variant sets its target, so that no header code is compiled for one instruction set and linked into all.
 #pragma once
 #include <algorithm>
 #include <cfenv>
@@ -17,7 +18,8 @@ typedef int64_t i64;
 
 enum DType : int { F32 = 0, BF16 = 1, F16 = 2 };
 
-// Engines may run with denormals flushed or another rounding; the contract does not. One of these in every thread.
+// Sets round-to-nearest without flushing of denormals for its lifetime, as the contract requires; engines may set other
+// modes. Every thread that computes holds one.
 struct DefaultRounding {
 #if defined(__x86_64__)
     unsigned saved = _mm_getcsr();
@@ -36,11 +38,11 @@ struct Matrix {  // element (i, j) is data[i * row + j * col]
     i64 row, col;
 };
 
-struct Transform {  // from a product to a logit: + bias, capped, scaled, / temperature; what is null is left out
-    const float *bias, *cap, *scale, *temperature;  // [cols], one, one, [rows]
+struct Transform {  // logit = scale * cap * tanh((x + bias) / cap) / temperature; null members are skipped
+    const float *bias, *cap, *scale, *temperature;  // [cols], scalar, scalar, [rows]
 };
 
-struct Routing {  // from the logits of experts to those that a row goes to
+struct Routing {  // MoE router: selection and weighting of a token's experts
     i64 experts, top_k, groups, top_groups;
     int sigmoid, normalize;
     float scale;
@@ -52,24 +54,24 @@ struct Attention {
     float scale;
     const void *q, *k, *v;          // element (t, h, d) is data[t * row + h * head + d]
     i64 q_row, q_head, k_row, k_head, v_row, v_head;
-    const i64 *q_start;             // [seqs + 1] first query row of a sequence
-    const i64 *kv_start;            // [seqs + 1] where a sequence's positions begin in kv_rows
-    const i64 *kv_rows;             // row of k and v that holds a position; null: kv_start + position
+    const i64 *q_start;             // [seqs + 1] first query row of each sequence
+    const i64 *kv_start;            // [seqs + 1] offset of each sequence's positions in kv_rows
+    const i64 *kv_rows;             // row of k and v for each position; null: kv_start + position
 };
 
 struct Kernels {
     const char* name;
     void (*gemm)(i64 m, i64 n, i64 k, i64 leaves, Matrix a, Matrix b, float* c, i64 ldc, int accumulate, int threads);
-    void (*round)(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row, i64 y_col,
-                  int threads);
+    void (*round)(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row,
+                  i64 y_col, int threads);
     void (*add)(i64 n, int dtype, const void* a, const void* b, void* y, int threads);
-    void (*logits)(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform how, float* z, i64 ldz, float* capped,
-                   int threads);
+    void (*logits)(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform how, float* z, i64 ldz,
+                   float* capped, int threads);
     void (*logits_back)(i64 rows, i64 cols, float* g, i64 ldg, Transform how, const float* capped, int threads);
-    void (*join)(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given, float* top,
-                 i64* s, i64* v, int threads);
-    void (*log_probs)(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature, const double* lse,
-                      float* out, i64 ldo, int threads);
+    void (*join)(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given,
+                 float* top, i64* s, i64* v, int threads);
+    void (*log_probs)(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature,
+                      const double* lse, float* out, i64 ldo, int threads);
     void (*tile_stats)(i64 rows, i64 cols, i64 tile, const float* z, i64 ldz, float* m, int32_t* q, int32_t* u,
                        i64 ld_out, int threads);
     void (*logits_grad)(i64 rows, i64 cols, float* z, i64 ldz, const float* lse, const float* entropy,
@@ -87,11 +89,12 @@ struct Kernels {
     void (*sigmoid_mul_grad)(i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy, float* dgate,
                              void* dx, int threads);
     void (*route)(i64 rows, Routing how, const float* z, const float* bias, float* weights, i64* ids, int threads);
-    void (*route_grad)(i64 rows, Routing how, const float* z, const i64* ids, const float* grad, float* dz, int threads);
+    void (*route_grad)(i64 rows, Routing how, const float* z, const i64* ids, const float* grad, float* dz,
+                       int threads);
     void (*combine)(i64 rows, i64 cols, i64 k, i64 experts, int dtype, const void* y, const i64* place, const i64* ids,
                     const float* weights, int out_dtype, void* out, int threads);
-    void (*weigh)(i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg, void* wa,
-                  int threads);
+    void (*weigh)(i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg,
+                  void* wa, int threads);
     void (*attention)(const Attention& p, void* out, float* m, float* l);
     void (*attention_grad)(const Attention& p, const void* out, const float* m, const float* l, const void* d_out,
                            float* dq, float* dk, float* dv);

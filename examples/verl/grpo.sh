@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# GRPO with verl: Megatron-core trains, vLLM samples, colocated, and alignkit keeps their logprobs equal to the last bit.
+# GRPO with verl: colocated Megatron-core training and vLLM rollout with bit-equal logprobs.
 #
 #   MODEL_PATH=Qwen/Qwen3-0.6B TRAIN=train.parquet bash examples/verl/grpo.sh [overrides of verl's configuration]
 #
-# The line that aligns is the one with external_lib; without it this is a plain recipe of verl's. What alignkit refuses of it,
-# before it runs: alignkit doctor --recipe examples/verl/grpo.sh
+# external_lib enables alignkit; without it this is a plain verl recipe. To check the recipe before a run:
+# alignkit doctor --recipe examples/verl/grpo.sh
+# benchmarks/verl_grpo.py runs this file; it sets the variables below and appends overrides.
 set -euo pipefail
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 

@@ -1,6 +1,9 @@
-"""Recordings of Megatron-core with a fault planted: ``python -m tests.bisection.faulty JOB.json`` writes, beside the job's
-own recording, one of each fault of its ``what``: "faults", "experts" (of a mixture), "products", or "swaps", of a stock model
-after each exchange of an op."""
+"""Recordings of Megatron-core with planted faults.
+
+``python -m tests.bisection.faulty JOB.json`` writes the job's recording and, in sibling directories, one recording per
+fault of the kind ``what``: "faults", "experts" (MoE), "gemms", or "swaps" (a stock model after each op swap).
+`test_engines.py` and `test_cuda.py` run it and read the recordings by the names of the faults.
+"""
 
 import json
 import sys
@@ -14,53 +17,53 @@ from alignkit.drift.bisect import job as jobs
 from alignkit.drift.bisect.points import OPS
 from alignkit.megatron import modules
 
-from .elsewhere import named
+from .paths import redirected
 
 
 def main(path):
     job = jobs.read(path)
     if job["engine"] == "hf":
-        swaps_of_hf(path, job)
+        hf_swaps(path, job)
     else:
-        train.launch(job, {"faults": faults, "experts": experts, "products": products, "swaps": swaps}[job["what"]])
+        train.launch(job, {"faults": faults, "experts": experts, "gemms": gemms, "swaps": swaps}[job["what"]])
 
 
 def record(rank, job, model, contract, name):
-    for module in model.modules():  # those of the recording before
+    for module in model.modules():  # remove the previous recording's hooks
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    megatron_side.body(rank, named(job, name), model, contract)
+    megatron_side.body(rank, redirected(job, name), model, contract)
 
 
 def faults(rank, job, model, contract):
     megatron_side.body(rank, job, model, contract)
     layer = model.decoder.layers[1]
 
-    # A stale shard: of one norm, one weight.
+    # A stale value in a norm weight.
     weight = layer.pre_mlp_layernorm.weight
-    kept = weight[5].item()
+    saved = weight[5].item()
     with torch.no_grad():
         weight[5] += 0.25
     record(rank, job, model, contract, "norm-weight")
     with torch.no_grad():
-        weight[5] = kept
+        weight[5] = saved
 
-    # Another rope base, as a config read wrongly would give it.
-    rotary, kept = model.rotary_pos_emb, (model.rotary_base, model.rotary_pos_emb.inv_freq)
-    model.rotary_base = 2 * kept[0]
-    half = torch.arange(0, model.config.kv_channels, 2, dtype=torch.float32, device=kept[1].device)
+    # A wrong RoPE base, as from a misread config.
+    rotary, saved = model.rotary_pos_emb, (model.rotary_base, model.rotary_pos_emb.inv_freq)
+    model.rotary_base = 2 * saved[0]
+    half = torch.arange(0, model.config.kv_channels, 2, dtype=torch.float32, device=saved[1].device)
     half /= model.config.kv_channels
     rotary.inv_freq = 1.0 / model.rotary_base**half
     record(rank, job, model, contract, "rope-base")
-    model.rotary_base, rotary.inv_freq = kept
+    model.rotary_base, rotary.inv_freq = saved
 
-    # One rank's shard of one weight.
+    # A stale shard of a weight on one rank.
     if rank == 1:
         with torch.no_grad():
             layer.self_attention.linear_qkv.weight[0] *= 1.5
     record(rank, job, model, contract, "stale-shard")
 
-    # One rank's module is the stock one again. A forward takes it over, as it does those of a new model.
+    # A module that lost its patch on one rank. The next forward patches it again, as in a new model.
     if rank == 1:
         module = layer.mlp.linear_fc2
         module.__class__ = modules.stock_class(type(module))
@@ -69,23 +72,23 @@ def faults(rank, job, model, contract):
 
 def experts(rank, job, model, contract):
     megatron_side.body(rank, job, model, contract)
-    mixture = model.decoder.layers[1].mlp
+    moe = model.decoder.layers[1].mlp
     with torch.no_grad():
-        mixture.router.weight[3] += 1.0
+        moe.router.weight[3] += 1.0
     record(rank, job, model, contract, "router")
     with torch.no_grad():
-        mixture.router.weight[3] -= 1.0  # nearly as it was
-        for expert in mixture.experts.local_experts[:4]:  # some token has chosen one of them
+        moe.router.weight[3] -= 1.0  # approximately restored
+        for expert in moe.experts.local_experts[:4]:  # some token is routed to one of these experts
             expert.linear_fc2.weight[0] += 0.5
     record(rank, job, model, contract, "expert")
 
 
-def products(rank, job, model, contract):
-    """Another way to the products: what a setting of the process, or another algorithm of the library, does."""
+def gemms(rank, job, model, contract):
+    """Record models whose GEMMs use split-K, TF32, or another BLAS library."""
     megatron_side.body(rank, job, model, contract)
-    if not job["patched"]:  # an aligned model would refuse it
+    if not job["patched"]:  # an aligned model rejects a replaced forward
         down = model.decoder.layers[1].mlp.linear_fc2
-        down.forward = lambda x: (in_two_parts(x, down.weight), None)
+        down.forward = lambda x: (split_k_matmul(x, down.weight), None)
         record(rank, job, model, contract, "split")
         del down.forward
     if torch.cuda.is_available():
@@ -97,9 +100,8 @@ def products(rank, job, model, contract):
             record(rank, job, model, contract, library)
 
 
-def in_two_parts(x, weight):
-    """As an algorithm that splits the sum and adds the parts in the output's type, as cuBLAS may in bf16: the even
-    columns, the odd ones, then the two."""
+def split_k_matmul(x, weight):
+    """Return x @ weight.T as the sum of even and odd k, added in the output dtype, as cuBLAS may do in bf16."""
     even, odd = (x[..., i::2] @ weight[:, i::2].T for i in range(2))
     return even + odd
 
@@ -111,16 +113,16 @@ def swaps(rank, job, model, contract):
         record(rank, job, model, contract, f"swapped-{op}")
 
 
-def swaps_of_hf(path, job):
-    """One process for each would be slow; the exchanges add up, in the order of `OPS`."""
+def hf_swaps(path, job):
+    """Record a Hugging Face model after swapping ops cumulatively, in the order of `OPS`, in one process."""
     import transformers
 
     load = transformers.AutoModelForCausalLM.from_pretrained
-    done = []
+    swapped_ops = []
 
     def swapped(*args, **kwargs):
         model = load(*args, **kwargs)
-        for op in done:
+        for op in swapped_ops:
             hf_side.swap(model, op, jobs.read_architecture(job["model"]))
         return model
 
@@ -128,13 +130,13 @@ def swaps_of_hf(path, job):
     Path(job["runs"][0]["out"]).parent.mkdir(exist_ok=True)
     hf_side.main([path])
     for op in OPS:
-        done.append(op)
+        swapped_ops.append(op)
         one = Path(path).with_name("one.json")
-        one.write_text(json.dumps(named(job, f"swapped-{op}")))
+        one.write_text(json.dumps(redirected(job, f"swapped-{op}")))
         hf_side.main([str(one)])
 
 
 if __name__ == "__main__":
-    from tests.bisection import faulty  # not of __main__, which the ranks' processes cannot import
+    from tests.bisection import faulty  # the ranks' processes cannot import __main__
 
     faulty.main(sys.argv[1])

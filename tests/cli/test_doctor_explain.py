@@ -1,4 +1,4 @@
-"""`alignkit doctor --explain`: which kernel computes a problem, and why others do not, without a GPU."""
+"""`alignkit doctor --explain`: the selected kernel and the reasons against others, without a GPU."""
 
 import json
 from pathlib import Path
@@ -16,15 +16,15 @@ def kernels(lines, what):
     return [line.split()[len(what.split())] for line in lines if line.strip().startswith(what)]
 
 
-def test_of_the_command(alignkit):
+def test_the_command_lists_selected_skipped_and_valid_kernels(alignkit):
     status, out, _ = alignkit("doctor", "--explain", "linear", *LINEAR, "leaves=8", "dtype=bf16", "family=sm90")
     lines = out.splitlines()
     assert status == 0 and lines[0].startswith(
         "linear: family=sm90 backend=cuda rows=64 k=4096 n=6144 dtype=bf16 leaves=8"
     )
-    assert "  runs         tree       alignkit.ops.linear.cuda" in lines
-    assert "  passed over  cublaslt   8 leaves: it computes chains" in lines
-    assert "  right too    tiles      after tree, which is faster" in lines
+    assert "  selected    tree       alignkit.ops.linear.cuda" in lines
+    assert "  skipped     cublaslt   8 leaves: only chains are supported" in lines
+    assert "  also valid  tiles      slower than tree" in lines
 
 
 @pytest.mark.parametrize(
@@ -40,24 +40,24 @@ def test_of_the_command(alignkit):
         (["backend=triton", "leaves=8"], "tiles"),
     ],
 )
-def test_linear(words, runs):
-    assert kernels(explain("linear", LINEAR + words), "runs") == [runs]
+def test_linear_selects_a_kernel_by_options(words, runs):
+    assert kernels(explain("linear", LINEAR + words), "selected") == [runs]
 
 
-def test_sizes_of_a_product():
+def test_linear_selects_a_kernel_by_size():
     def runs(*words):
-        return kernels(explain("linear", words), "runs")
+        return kernels(explain("linear", words), "selected")
 
     assert runs("rows=1", "k=4096", "n=151936", "out_dtype=fp32") == ["few"]
     assert runs("rows=8", "k=4096", "n=1024") == ["narrow"]
     assert runs("rows=512", "k=4096", "n=1024", "leaves=8") == ["hopper"]
 
 
-def test_what_runs_where_the_chosen_declines():
-    told = list(explain("linear", LINEAR))
-    assert kernels(told, "right too") == ["tiles"]
-    assert "in a trial on the GPU" in next(line for line in told if "runs  " in line)
-    assert next(line for line in told if "right too" in line).endswith("runs if cublaslt declines")
+def test_the_fallback_kernel_is_named():
+    lines = list(explain("linear", LINEAR))
+    assert kernels(lines, "also valid") == ["tiles"]
+    assert "in a trial on the GPU" in next(line for line in lines if "selected  " in line)
+    assert next(line for line in lines if "also valid" in line).endswith("used if cublaslt declines")
 
 
 def test_each_op_has_a_kernel_on_each_family():
@@ -78,7 +78,7 @@ def test_each_op_has_a_kernel_on_each_family():
     fused |= {"attention", "attention_backward", "paged_attention"}
     for op in dispatch.OPS:
         for family in ("cpu", "sm90"):
-            (runs,) = kernels(explain(op, [*needed.get(op, []), f"family={family}"]), "runs")
+            (runs,) = kernels(explain(op, [*needed.get(op, []), f"family={family}"]), "selected")
             if family == "sm90" and op not in ("linear", "linear_resume"):
                 others = {
                     "moe_products": "few",
@@ -92,100 +92,100 @@ def test_each_op_has_a_kernel_on_each_family():
 @pytest.mark.parametrize(
     "op,words,why",
     [
-        ("attention", ["head_dim=80"], "heads of 80, of 64, 96, 128 or 256"),
-        ("attention", ["dtype=fp32"], "tensors that are not bf16"),
-        ("attention", ["aligned=no"], "tensors that are not bf16 that the copy engine reads"),
-        ("attention", ["heads=65", "kv_heads=1"], "groups of 65 heads, of at most 64"),
+        ("attention", ["head_dim=80"], "head_dim: must be 64, 96, 128 or 256, got 80"),
+        ("attention", ["dtype=fp32"], "q, k, v: must be bf16"),
+        ("attention", ["aligned=no"], "q, k, v: must be bf16 with 16-byte aligned addresses and strides (TMA)"),
+        ("attention", ["heads=65", "kv_heads=1"], "heads: at most 64 query heads per KV head, got 65"),
         ("attention", ["rows=67108864"], "67108864 rows of 16 heads"),
         ("attention", ["rows=64", "heads=2"], None),
         ("attention_backward", ["head_dim=96"], None),
-        ("attention_backward", ["head_dim=32"], "heads of 32"),
+        ("attention_backward", ["head_dim=32"], "head_dim: must be 64, 96, 128 or 256, got 32"),
         ("attention_backward", ["rows=64", "heads=2"], None),
-        ("paged_attention", ["page=1"], "pages of 1 rows, not of a multiple of 16"),
+        ("paged_attention", ["page=1"], "page: must be a multiple of 16 rows, got 1"),
         ("paged_attention", ["page=48"], None),
         ("paged_attention", ["page=16", "head_dim=256"], None),
-        ("paged_attention", ["page=16", "pages=0"], "over 0, of 1 to"),
+        ("paged_attention", ["page=16", "pages=0"], "got 64 rows of 16 heads over 0 KV rows"),
     ],
 )
-def test_attention_by_the_copy_engine(op, words, why):
-    """`why`: what is said of the CUDA kernel, which is chosen where there is nothing to say."""
-    usual = {"rows": 64, "heads": 16, "kv_heads": 1, "head_dim": 64, "dtype": "bf16"}
-    usual |= {"seqs": 2, "pages": 10} if op == "paged_attention" else {}
-    usual |= dict(word.split("=") for word in words)
-    told = list(explain(op, [*(f"{name}={value}" for name, value in usual.items()), "family=sm90"]))
+def test_attention_selects_tma_if_its_requirements_hold(op, words, why):
+    """`why` is the reason to skip the CUDA kernel; None means that this kernel is selected."""
+    arguments = {"rows": 64, "heads": 16, "kv_heads": 1, "head_dim": 64, "dtype": "bf16"}
+    arguments |= {"seqs": 2, "pages": 10} if op == "paged_attention" else {}
+    arguments |= dict(word.split("=") for word in words)
+    lines = list(explain(op, [*(f"{name}={value}" for name, value in arguments.items()), "family=sm90"]))
     if why is None:
-        assert kernels(told, "runs") == ["cuda"]
+        assert kernels(lines, "selected") == ["cuda"]
     else:
-        assert kernels(told, "runs") == ["triton"] and why in next(line for line in told if "passed over" in line)
+        assert kernels(lines, "selected") == ["triton"] and why in next(line for line in lines if "skipped" in line)
 
 
-def test_few_rows_an_expert_are_for_other_tiles():
-    told = list(explain("moe_gated", ["rows=512", "k=2048", "n=1536", "experts=8"]))
-    assert kernels(told, "passed over") == ["many"] and kernels(told, "runs") == ["grouped"]
-    assert any("512 rows for 8 experts, of more than 64 each" in line for line in told)
+def test_few_rows_per_expert_select_grouped():
+    lines = list(explain("moe_gated", ["rows=512", "k=2048", "n=1536", "experts=8"]))
+    assert kernels(lines, "skipped") == ["many"] and kernels(lines, "selected") == ["grouped"]
+    assert any("512 rows for 8 experts: must be over 64 each" in line for line in lines)
 
 
-def test_ids_of_more_experts_than_are_counted():
-    told = list(explain("moe_pairs", ["rows=4096", "top_k=8", "experts=2000", "family=sm90"]))
-    assert kernels(told, "passed over") == ["many", "triton"] and kernels(told, "runs") == ["torch"]
+def test_moe_pairs_selects_torch_for_too_many_experts():
+    lines = list(explain("moe_pairs", ["rows=4096", "top_k=8", "experts=2000", "family=sm90"]))
+    assert kernels(lines, "skipped") == ["many", "triton"] and kernels(lines, "selected") == ["torch"]
     few = explain("moe_pairs", ["rows=512", "top_k=8", "experts=2000", "family=sm90"])
-    assert kernels(few, "runs") == ["triton"]
+    assert kernels(few, "selected") == ["triton"]
 
 
-def test_experts_whose_matrices_lie_apart():
-    told = list(explain("moe_products", [*LINEAR, "experts=8", "scattered=yes"]))
-    assert kernels(told, "passed over") == ["many", "few", "grouped"] and kernels(told, "runs") == ["each"]
-    assert any("the experts' matrices differ in strides or alignment" in line for line in told)
+def test_scattered_expert_matrices_select_each():
+    lines = list(explain("moe_products", [*LINEAR, "experts=8", "scattered=yes"]))
+    assert kernels(lines, "skipped") == ["many", "few", "grouped"] and kernels(lines, "selected") == ["each"]
+    assert any("the experts' matrices differ in strides or alignment" in line for line in lines)
 
 
 @pytest.mark.parametrize(
-    "op,words,said",
+    "op,words,message",
     [
-        ("matmul", [], "op: 'matmul' is none of "),
-        ("linear", ["rows=64", "k=64"], "n: needed, as in n=64"),
-        ("rms_norm", [], "rows, h: needed, as in rows=64"),
-        ("linear", ["leaves=3"], "rows, k, n: needed"),
-        ("linear", ["rows=99999999999", "k=64", "n=64"], "rows: 99999999999 is too large"),
-        ("linear", ["rows=9999999999", "k=9999999999", "n=64"], "linear: a problem of this size cannot be described"),
-        ("attention", ["rows=64", "heads=32", "kv_heads=7", "head_dim=128"], "kv_heads: 7 do not divide 32 heads"),
-        ("attention", ["rows=64", "heads=32", "kv_heads=0", "head_dim=128"], "kv_heads: 0 do not divide 32 heads"),
-        ("moe_experts", [], "op: 'moe_experts' is made of moe_pairs, moe_products"),
-        ("linear", [*LINEAR, "h=3"], "h: linear takes family, backend, rows"),
-        ("linear", [*LINEAR, "rows=3"], "rows: 'rows=3' is not one name=value"),
-        ("linear", [*LINEAR, "aligned"], "aligned: 'aligned' is not one name=value"),
-        ("linear", [*LINEAR, "dtype=int8"], "dtype: 'int8' is none of bf16, fp16, fp32"),
-        ("linear", [*LINEAR, "leaves=3"], "leaves: 3 do not divide k = 4096"),
-        ("linear", ["rows=-1", "k=64", "n=64"], "rows: '-1' is not a number from 0 on"),
-        ("silu_mul", ["family=sm80"], "family: 'sm80' is none of cpu, sm90"),
-        ("silu_mul", ["family=cpu", "backend=cuda"], "backend: 'cuda' is none of cpu, reference"),
-        ("silu_mul", ["rows=3"], "rows: silu_mul takes family, backend"),
+        ("matmul", [], "op: must be one of "),
+        ("linear", ["rows=64", "k=64"], "n: required, for example n=64"),
+        ("rms_norm", [], "rows, h: required, for example rows=64"),
+        ("linear", ["leaves=3"], "rows, k, n: required"),
+        ("linear", ["rows=99999999999", "k=64", "n=64"], "rows: must have at most 10 digits, got 99999999999"),
+        ("linear", ["rows=9999999999", "k=9999999999", "n=64"], "linear: a problem of this size is not possible"),
+        ("attention", ["rows=64", "heads=32", "kv_heads=7", "head_dim=128"], "kv_heads: must divide heads = 32, got 7"),
+        ("attention", ["rows=64", "heads=32", "kv_heads=0", "head_dim=128"], "kv_heads: must divide heads = 32, got 0"),
+        ("moe_experts", [], "op: 'moe_experts' consists of moe_pairs, moe_products"),
+        ("linear", [*LINEAR, "h=3"], "h: unknown name; linear takes family, backend, rows"),
+        ("linear", [*LINEAR, "rows=3"], "rows: must be given once as name=value, got 'rows=3'"),
+        ("linear", [*LINEAR, "aligned"], "aligned: must be given once as name=value, got 'aligned'"),
+        ("linear", [*LINEAR, "dtype=int8"], "dtype: must be one of bf16, fp16, fp32, got 'int8'"),
+        ("linear", [*LINEAR, "leaves=3"], "leaves: must divide k = 4096, got 3"),
+        ("linear", ["rows=-1", "k=64", "n=64"], "rows: must be an integer >= 0, got '-1'"),
+        ("silu_mul", ["family=sm80"], "family: must be one of cpu, sm90, got 'sm80'"),
+        ("silu_mul", ["family=cpu", "backend=cuda"], "backend: must be one of cpu, reference, got 'cuda'"),
+        ("silu_mul", ["rows=3"], "rows: unknown name; silu_mul takes family, backend"),
     ],
 )
-def test_words_that_are_refused(alignkit, op, words, said):
+def test_invalid_arguments_are_rejected(alignkit, op, words, message):
     status, _, err = alignkit("doctor", "--explain", op, *words)
-    assert status == 3 and said in err
+    assert status == 3 and message in err
 
 
-def test_an_op_of_parts_names_them():
+def test_a_composite_op_names_its_parts():
     assert "head_statistics, head_gradient, head_products" in [*explain("linear_logp", [])][-1]
     assert "depend" not in "".join(explain("silu_mul", []))
 
 
-def test_sizes_without_an_op_are_a_mistake(alignkit):
+def test_sizes_without_an_op_are_a_usage_error(alignkit):
     status, _, err = alignkit("doctor", "rows=64")
-    assert status == 2 and "only with --explain" in err
+    assert status == 2 and "requires --explain OP" in err
 
 
-def test_explanations_are_choices():
-    """Of products in rows that follow each other, by the table of choices."""
+def test_explanations_match_the_recorded_choices():
+    """Compare explanations of contiguous GEMMs with the recorded table of choices."""
     table = json.loads((Path(__file__).parents[1] / "ops/choices.json").read_text())["linear"]
-    told = 0
+    checked = 0
     for p in table:
         (m, k), (n, _) = p["a"][0], p["b"][0]
         dense = all(p[t][1] == [p[t][0][1], 1] and p[t][3] for t in ("a", "b", "out"))
         if dense and p["bias"] is None and p["a"][2] == p["b"][2] and p["proven"]:
             words = [f"rows={m}", f"k={k}", f"n={n}", f"leaves={p['leaves']}", f"dtype={p['a'][2]}"]
             words += [f"out_dtype={p['out'][2]}", f"accumulate={int(p['accumulate'])}", f"backend={p['backend']}"]
-            assert kernels(explain("linear", words), "runs") == [p["answer"]]
-            told += 1
-    assert told > 50
+            assert kernels(explain("linear", words), "selected") == [p["answer"]]
+            checked += 1
+    assert checked > 50

@@ -1,4 +1,4 @@
-"""Forks of a process that has imported what they need, which `alignkit check` starts its engines as on a CPU."""
+"""Fork servers: processes with preloaded imports, from which `alignkit check` forks its engines on a CPU."""
 
 import os
 import signal
@@ -18,8 +18,8 @@ SMALL = "import os, subprocess, sys, time\ndef main(arguments):\n    import larg
 
 
 @pytest.fixture
-def begin(tmp_path, monkeypatch):
-    """Starts a fork whose ``main`` has the given lines, of a process that has imported `large`."""
+def start_fork(tmp_path, monkeypatch):
+    """Yield a function that forks a server with `large` imported; the fork's ``main`` has the given lines."""
     monkeypatch.setattr(forks, "_servers", {})
     (tmp_path / "large.py").write_text(LARGE)
     env = {"PYTHONUNBUFFERED": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
@@ -35,10 +35,10 @@ def begin(tmp_path, monkeypatch):
         server._process.wait()
 
 
-def test_what_is_imported_once_serves_all(begin, tmp_path):
+def test_one_server_process_forks_all_jobs(start_fork, tmp_path):
     found = {}
     for name in ("one", "two"):
-        begin(
+        start_fork(
             name,
             "from alignkit.check import forks\n"
             "print(large.BY, os.getppid(), forks.forked, os.getpgid(0) == os.getpid(), os.environ['HERE'], *arguments)",
@@ -58,14 +58,14 @@ def test_what_is_imported_once_serves_all(begin, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL"])
-def test_variables_that_are_read_at_import_have_a_process_of_their_own(begin, tmp_path, name):
+def test_variables_read_at_import_get_a_separate_server(start_fork, tmp_path, name):
     for value in ("1", "2"):
-        begin(f"of{value}", "print(large.BY)", **{name: value}).wait(30)
+        start_fork(f"of{value}", "print(large.BY)", **{name: value}).wait(30)
     assert (tmp_path / "of1.log").read_text() != (tmp_path / "of2.log").read_text()
 
 
 @pytest.mark.parametrize(
-    "code, status, said",
+    "code, status, message",
     [
         ("", 0, ""),
         ("sys.exit(3)", 3, ""),
@@ -73,47 +73,47 @@ def test_variables_that_are_read_at_import_have_a_process_of_their_own(begin, tm
         ("os.kill(os.getpid(), 9)", -9, ""),
     ],
 )
-def test_how_it_ended(begin, tmp_path, code, status, said):
-    fork = begin("ends", code)
+def test_a_fork_reports_its_exit_status(start_fork, tmp_path, code, status, message):
+    fork = start_fork("ends", code)
     assert fork.wait(30) == fork.poll() == fork.returncode == status
-    assert said in (tmp_path / "ends.log").read_text()
+    assert message in (tmp_path / "ends.log").read_text()
 
 
-def test_what_cannot_be_imported_is_said_by_the_fork(begin, tmp_path):
-    assert begin("asks", "import absent", imports=("absent",)).wait(30) == 1
+def test_a_failed_import_is_reported_by_the_fork(start_fork, tmp_path):
+    assert start_fork("asks", "import absent", imports=("absent",)).wait(30) == 1
     assert "No module named 'absent'" in (tmp_path / "asks.log").read_text()
 
 
-def test_it_is_stopped_with_what_it_started(begin, tmp_path):
-    fork = begin(
+def test_stopping_a_fork_stops_its_children(start_fork, tmp_path):
+    fork = start_fork(
         "stuck", "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)\ntime.sleep(600)"
     )
     with pytest.raises(subprocess.TimeoutExpired):
         fork.wait(1)
-    while not (said := (tmp_path / "stuck.log").read_text()):
+    while not (child := (tmp_path / "stuck.log").read_text()):
         time.sleep(0.05)
     run.stop(fork)
     assert fork.returncode == -signal.SIGTERM
-    until = time.monotonic() + 30
-    while _alive(int(said)) and time.monotonic() < until:
+    deadline = time.monotonic() + 30
+    while _alive(int(child)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _alive(int(said))
+    assert not _alive(int(child))
 
 
-def test_nothing_outlives_the_process_that_is_forked(begin):
-    fork = begin("left", "time.sleep(600)")
-    forks._servers.popitem()[1]._connection.close()  # as when the process that has started it ends
-    until = time.monotonic() + 30
-    while _alive(fork.pid) and time.monotonic() < until:
+def test_forks_end_with_their_server(start_fork):
+    fork = start_fork("left", "time.sleep(600)")
+    forks._servers.popitem()[1]._connection.close()  # the server sees this when its parent exits
+    deadline = time.monotonic() + 30
+    while _alive(fork.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _alive(fork.pid)
     assert fork.poll() == -signal.SIGKILL
-    assert begin("next", "").wait(30) == 0
+    assert start_fork("next", "").wait(30) == 0
 
 
-def test_nothing_else_runs_in_a_process_while_its_ranks_are_forked(begin, tmp_path):
-    """A thread of it could hold a lock that the fork then waits for: glibc's, while an address is looked up."""
-    fork = begin(
+def test_a_process_has_one_thread_when_it_forks_its_ranks(start_fork, tmp_path):
+    """Another thread could hold a lock that deadlocks the fork, such as glibc's resolver lock."""
+    fork = start_fork(
         "ranks",
         """from alignkit.check import train
 threads = []
@@ -130,8 +130,8 @@ print(threads)""",
     assert (tmp_path / "ranks.log").read_text().strip() == "[1, 1]"
 
 
-def test_the_jobs_of_engines_are_forked_on_a_cpu_alone(tmp_path, monkeypatch):
-    """On GPUs each is a process of its own from the start."""
+def test_engine_jobs_are_forked_only_on_a_cpu(tmp_path, monkeypatch):
+    """On GPUs, each job starts as a new process."""
     for name in ("jobs", "logs"):
         (tmp_path / name).mkdir()
     started = []

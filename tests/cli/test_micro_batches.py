@@ -1,4 +1,4 @@
-"""How the training half of the check cuts sequences into micro-batches."""
+"""Micro-batches of the training side of `alignkit check`."""
 
 import pytest
 
@@ -17,10 +17,10 @@ def pairs(*lengths):
         (None, [5]),
         (1000, [5]),
         (60, [2, 1, 2]),  # 2 * 20, then 3 * 40 would be too many, and 40 + 30 padded too
-        (1, [1, 1, 1, 1, 1]),  # a sequence is never cut
+        (1, [1, 1, 1, 1, 1]),  # sequences are never split
     ],
 )
-def test_padded_micro_batches_are_within_bounds(tokens, sizes):
+def test_padded_micro_batches_respect_the_token_limit(tokens, sizes):
     given = pairs(10, 20, 40, 30, 5)
     parts = list(_micro_batches(given, tokens))
     assert [len(part) for part in parts] == sizes
@@ -30,7 +30,7 @@ def test_padded_micro_batches_are_within_bounds(tokens, sizes):
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8"])
-def test_refused(value, tmp_path):
+def test_an_invalid_micro_batch_is_rejected(value, tmp_path):
     model = make_checkpoint(
         tmp_path / "m", hidden=64, layers=1, heads=2, kv_heads=2, head_dim=32, intermediate=64, vocab=100
     )

@@ -1,4 +1,4 @@
-"""Whose experts a token had: which row is whose in both engines, and when two choices are other ones."""
+"""Routing comparison: mapping rows to tokens in both engines, and detecting rerouted tokens."""
 
 from types import SimpleNamespace
 
@@ -12,8 +12,8 @@ from alignkit.drift import Logprobs
 from alignkit.errors import InputError
 
 
-def given(*lengths):
-    """Sequences of a prompt of one token and so many sampled ones."""
+def sequences_of(*lengths):
+    """Return sequences with a one-token prompt and the sequences_of numbers of sampled tokens."""
     return Logprobs([[1]] * len(lengths), [[2] * n for n in lengths], [torch.zeros(n) for n in lengths], "stock")
 
 
@@ -24,32 +24,32 @@ def compared(tmp_path, logits, chosen):
     return routing.rerouted(a, b)
 
 
-def test_a_token_is_rerouted_if_it_is_in_any_layer(tmp_path):
+def test_a_token_is_rerouted_if_any_layer_differs(tmp_path):
     logits = [[[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]]] * 4
     same, other = [[1, 1, 0], [0, 1, 1]], [[1, 1, 0], [1, 0, 1]]
     assert compared(tmp_path, logits, [same, other, same, same]) == (1, 4)
     assert compared(tmp_path, logits, [same] * 4) == (0, 4)
 
 
-def test_any_of_equal_logits_may_have_been_chosen(tmp_path):
+def test_ties_may_be_broken_either_way(tmp_path):
     logits = [[[2.0, 1.0, 1.0, 0.0]]] * 3
     assert compared(tmp_path, logits, [[[1, 1, 0, 0]], [[1, 0, 1, 0]], [[1, 0, 0, 1]]]) == (1, 3)
 
 
-def test_what_was_not_computed_is_not_compared(tmp_path):
+def test_nan_logits_are_not_compared(tmp_path):
     nan = float("nan")
     assert compared(tmp_path, [[[nan, nan]], [[1.0, 0.0]]], [[[1, 0]], [[0, 1]]]) == (1, 1)
 
 
-def test_choices_of_other_tokens_are_refused(tmp_path):
-    with pytest.raises(InputError, match="choices of shape"):
+def test_a_shape_mismatch_is_rejected(tmp_path):
+    with pytest.raises(InputError, match="expected choices of shape"):
         compared(tmp_path, [[[1.0, 0.0]]], [[[1, 0]], [[0, 1]]])
 
 
 @pytest.mark.parametrize("mode", ["one", "padded", "packed"])
 @pytest.mark.parametrize("micro_batch, multiple", [(None, 1), (12, 1), (None, 4)])
-def test_rows_of_megatron(mode, micro_batch, multiple):
-    """Each token's expert has the number of its position in its sequence, and of its layer."""
+def test_megatron_rows_map_to_their_tokens(mode, micro_batch, multiple):
+    """The fake routers choose expert (token id + layer), which identifies the token's position."""
     router = pytest.importorskip("megatron.core.transformer.moe.router")
 
     class Router(router.TopKRouter):
@@ -59,14 +59,14 @@ def test_rows_of_megatron(mode, micro_batch, multiple):
         def forward(self, numbers):
             return None, torch.nn.functional.one_hot(numbers, 64).bool()
 
-    routers, batch = torch.nn.ModuleList([Router(), Router()]), given(3, 5, 1)
+    routers, batch = torch.nn.ModuleList([Router(), Router()]), sequences_of(3, 5, 1)
     routers.config = SimpleNamespace(sequence_parallel=False)
     forwards = _forwards(batch, mode, multiple, micro_batch)
     assert [at.sequence for sequences in forwards for at in sequences] == [0, 1, 2]
     assert len(forwards) == (3 if mode == "one" else 2 if micro_batch else 1)
 
     def logp(tokens, labels, mask=None, packed=None):
-        """As a model, whose routers are asked about Megatron's [s, b]."""
+        """Call the routers with tokens in Megatron's [s, b] layout, as a model does."""
         assert tokens.shape[1] % multiple == 0
         numbers = tokens.mT
         for layer, one in enumerate(routers):
@@ -77,14 +77,14 @@ def test_rows_of_megatron(mode, micro_batch, multiple):
         numbered = [([10 * i + 10], [10 * i + 10 + p for p in range(1, n + 1)]) for i, n in enumerate((3, 5, 1))]
         for part in _micro_batches(numbered, micro_batch):
             _MODES[mode](logp, part, multiple, torch.device("cpu"))
-    routers[0](torch.zeros(1, dtype=torch.int64))  # outside
+    routers[0](torch.zeros(1, dtype=torch.int64))  # not recorded: outside of the context
     chosen = choices.of(batch, forwards).argmax(dim=-1)
     expected = [10 * i + 10 + p for i, n in enumerate((3, 5, 1)) for p in range(n)]
     assert chosen.tolist() == [[e, e + 1] for e in expected]
 
 
-def test_rows_of_a_step():
-    """Two requests that are known, one of them in the middle of its prompt, one that is not, and padding."""
+def test_step_rows_map_to_their_tokens():
+    """Map two known requests, one of them within its prompt, an unknown request and padding."""
     prompts = {"a": [1, 2, 3], "b": [4, 5], "c": [6]}
     runner = SimpleNamespace(
         input_batch=SimpleNamespace(num_reqs=3, req_ids=["a", "c", "b", "gone"]),

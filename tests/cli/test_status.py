@@ -1,4 +1,4 @@
-"""Exit statuses: 1 says "not equal" and nothing else; every other end has one of its own."""
+"""Exit statuses: 1 means only "not equal"; every other outcome has its own status."""
 
 import io
 import os
@@ -25,14 +25,14 @@ def files(tmp_path):
     return write("a", [-1.0, -2.0]), write("b", [-1.0, -2.5])
 
 
-def raises(monkeypatch, error):
+def make_load_raise(monkeypatch, error):
     def load(path):
         raise error
 
     monkeypatch.setattr(drift, "load", load)
 
 
-def test_equal_and_not(alignkit, files):
+def test_compare_exits_with_0_or_1(alignkit, files):
     a, b = files
     assert alignkit("compare", a, a)[0] == 0 and alignkit("compare", a, b)[0] == cli.EXIT_DIFFERENT == 1
 
@@ -49,7 +49,7 @@ def test_equal_and_not(alignkit, files):
         ["--nothing"],
     ],
 )
-def test_usage(alignkit, args):
+def test_usage_errors_exit_with_2(alignkit, args):
     status, _, err = alignkit(*args)
     assert status == cli.EXIT_USAGE == 2 and "Usage: alignkit" in err and "Traceback" not in err
 
@@ -63,8 +63,8 @@ def test_usage(alignkit, args):
         (PermissionError(13, "Permission denied", "x"), cli.EXIT_FAILED),
     ],
 )
-def test_errors_by_kind(alignkit, files, monkeypatch, error, status):
-    raises(monkeypatch, error)
+def test_each_error_class_has_its_exit_status(alignkit, files, monkeypatch, error, status):
+    make_load_raise(monkeypatch, error)
     assert alignkit("compare", *files) == (status, "", f"error: {error}\n")
 
 
@@ -79,8 +79,8 @@ def test_errors_by_kind(alignkit, files, monkeypatch, error, status):
         AssertionError(),
     ],
 )
-def test_an_unexpected_error(alignkit, files, monkeypatch, error):
-    raises(monkeypatch, error)
+def test_an_unexpected_error_is_shortened(alignkit, files, monkeypatch, error):
+    make_load_raise(monkeypatch, error)
     status, out, err = alignkit("compare", *files)
     assert status == cli.EXIT_UNEXPECTED and not out
     assert err.startswith(f"unexpected {type(error).__name__}: ") and err.count("\n") == 2 and len(err) < 500
@@ -92,19 +92,19 @@ def test_an_unexpected_error(alignkit, files, monkeypatch, error):
 @pytest.mark.parametrize(
     "code, status", [(1, cli.EXIT_FAILED), ("a reason", cli.EXIT_FAILED), (0, 0), (None, 0), (2, 2)]
 )
-def test_another_programs_exit_is_not_ours(alignkit, files, monkeypatch, code, status):
-    raises(monkeypatch, SystemExit(code))
+def test_a_library_exit_never_means_different(alignkit, files, monkeypatch, code, status):
+    make_load_raise(monkeypatch, SystemExit(code))
     got, _, err = alignkit("compare", *files)
     assert got == status and ("a reason" in err) is (code == "a reason")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
-def test_interrupted(alignkit, files, monkeypatch, error):
-    raises(monkeypatch, error)
+def test_an_interrupt_exits_with_130(alignkit, files, monkeypatch, error):
+    make_load_raise(monkeypatch, error)
     assert alignkit("compare", *files)[0] == cli.EXIT_INTERRUPTED == 130
 
 
-def test_all_are_different_and_documented(alignkit):
+def test_exit_statuses_are_distinct_and_documented(alignkit):
     statuses = [value for name, value in vars(cli).items() if name.startswith("EXIT_")]
     assert len(set(statuses)) == len(statuses) == 6 and 0 not in statuses
     status, out, _ = alignkit("--help")
@@ -115,17 +115,17 @@ def test_all_are_different_and_documented(alignkit):
 
 
 @pytest.mark.parametrize(
-    "error, said",
+    "error, message",
     [
         (BackendError("x: bad"), "error: x: bad\n"),
-        (KeyError("x"), "unexpected KeyError: 'x'\nalignkit --traceback COMMAND ... shows where\n"),
+        (KeyError("x"), "unexpected KeyError: 'x'\nrun `alignkit --traceback COMMAND ...` to print the traceback\n"),
         (KeyboardInterrupt(), "interrupted; the engines were stopped\n"),
         (SystemExit("a reason"), "a reason\n"),
         (click.UsageError("a reason"), "Error: a reason\n"),
     ],
 )
-def test_where_text_only_can_be_written_to_stderr(files, monkeypatch, error, said):
-    """As vLLM's server leaves it: it puts a prefix before each line."""
+def test_errors_reach_a_stderr_that_accepts_only_text(files, monkeypatch, error, message):
+    """The stream behaves like stderr under vLLM's server, which prefixes each line."""
     written = []
 
     def write_with_prefix(s: str):
@@ -135,10 +135,10 @@ def test_where_text_only_can_be_written_to_stderr(files, monkeypatch, error, sai
     stderr = io.TextIOWrapper(io.BytesIO())
     stderr.write = write_with_prefix
     monkeypatch.setattr(sys, "stderr", stderr)
-    raises(monkeypatch, error)
+    make_load_raise(monkeypatch, error)
     with pytest.raises(SystemExit) as ended:
         cli.main(["compare", *map(str, files)])
-    assert ended.value.code not in (0, 1) and "".join(written).endswith(said)
+    assert ended.value.code not in (0, 1) and "".join(written).endswith(message)
 
 
 def process(*args, code="from alignkit import cli; cli.main()", **options):
@@ -146,8 +146,8 @@ def process(*args, code="from alignkit import cli; cli.main()", **options):
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_a_reader_that_leaves(files, form):
-    """The output's pipe is closed: files that are equal are not reported as different."""
+def test_a_closed_output_pipe_is_a_failure(files, form):
+    """A closed pipe does not make equal files look different."""
     read, write = os.pipe()
     os.close(read)
     a, _ = files
@@ -157,13 +157,13 @@ def test_a_reader_that_leaves(files, form):
     assert child.returncode == cli.EXIT_FAILED and "Traceback" not in err and "Exception ignored" not in err
 
 
-def test_a_broken_installation(files):
-    """Where torch cannot be imported, the command still ends by its own rules."""
+def test_a_broken_torch_is_an_unexpected_error(files):
+    """A failing import of torch gives the status of unexpected errors."""
     code = "import sys; sys.modules['torch'] = None\nfrom alignkit import cli; cli.main()"
     with process("compare", *files, code=code, stdout=subprocess.PIPE) as child:
         _, err = child.communicate(timeout=120)
     assert child.returncode == cli.EXIT_UNEXPECTED and err.startswith("unexpected ModuleNotFoundError: ")
 
 
-def test_the_commands_dtypes_are_the_checks():
+def test_cli_dtypes_match_the_plan():
     assert cli.DTYPES == plan.DTYPES

@@ -1,4 +1,4 @@
-"""Metrics against values worked out by hand, and what is refused."""
+"""Metrics of `compare` against values computed by hand, and rejected inputs."""
 
 import json
 import math
@@ -22,7 +22,7 @@ def logprobs(values, tokens=None, prompts=None, contract="stock"):
     )
 
 
-def test_hand_computed():
+def test_metrics_match_values_computed_by_hand():
     rollout = logprobs([[-1.0, -2.0], [-3.0]], tokens=[[5, 6], [9]])
     training = logprobs([[-1.0, -1.5], [-3.25]], tokens=[[5, 6], [9]])
     r = compare(rollout, training)
@@ -45,7 +45,7 @@ def test_hand_computed():
     assert r.first_difference == r.worst[0]
 
 
-def test_equal():
+def test_equal_sides_have_zero_drift():
     r = compare(logprobs([[-1.0, -2.0], [-3.0]]), logprobs([[-1.0, -2.0], [-3.0]]))
     assert r.all_equal and r.bit_equal == r.ratio_is_one == 3
     assert (r.max_abs, r.mean_abs, r.kl, r.k3_kl) == (0, 0, 0, 0)
@@ -54,7 +54,7 @@ def test_equal():
     assert r.first_difference is None and r.worst == ()
 
 
-def test_one_bit_is_seen():
+def test_one_flipped_bit_is_a_difference():
     a = torch.tensor([[-1.0]])
     b = torch.nextafter(a, torch.zeros(()))
     r = compare_tensors(a, b)
@@ -62,7 +62,7 @@ def test_one_bit_is_seen():
     assert "0xbf800000" in str(r.first_difference) and "0xbf7fffff" in str(r.first_difference)
 
 
-def test_zeros_of_two_signs_are_not_the_same_bits():
+def test_negative_zero_is_not_bit_equal_to_zero():
     r = compare(logprobs([[0.0]]), logprobs([[-0.0]]))
     assert (r.bit_equal, r.ratio_is_one, r.max_abs) == (0, 1, 0)
 
@@ -73,12 +73,12 @@ def test_nonfinite_is_counted_and_never_equal():
     r = compare(rollout, training)
     assert (r.tokens, r.bit_equal, r.nonfinite) == (5, 2, 2)
     assert r.max_abs == 0.5 and r.mean_abs == pytest.approx(0.5 / 3)
-    assert r.rollout_is_seq_eff_sample_size == 1  # only the sequence without one
+    assert r.rollout_is_seq_eff_sample_size == 1  # only the finite sequence counts
     assert [(w.sequence, w.position) for w in r.worst] == [(0, 1), (0, 2), (1, 0)]
     assert r.first_difference.position == 1
 
 
-def test_nothing_finite():
+def test_all_nonfinite_metrics_are_null_in_json():
     r = compare(logprobs([[NAN]]), logprobs([[-1.0]]))
     assert r.bit_equal == 0 and r.nonfinite == 1 and math.isnan(r.max_abs) and math.isnan(r.mean_abs)
     assert json.loads(json.dumps(r.to_json(), allow_nan=False))["max_abs"] is None
@@ -99,24 +99,24 @@ def test_large_sequence_differences_do_not_overflow():
         (dict(values=[[-1.0, -2.0]], tokens=[[5, 6]], contract="alignkit-1/cpu"), "contract: rollout has 'stock'"),
     ],
 )
-def test_refused(kwargs, message):
+def test_mismatched_sides_are_rejected(kwargs, message):
     with pytest.raises(InputError, match=message):
         compare(logprobs([[-1.0, -2.0]], tokens=[[5, 6]]), logprobs(**kwargs))
 
 
-def test_contract_mismatch_on_request():
+def test_a_contract_mismatch_can_be_allowed():
     r = compare(logprobs([[-1.0]]), logprobs([[-1.0]], contract="x"), allow_contract_mismatch=True)
     assert r.bit_equal == 1
 
 
 @pytest.mark.parametrize("values", [[], [[]]])
-def test_nothing_to_compare(values):
-    with pytest.raises(InputError, match="tokens: there is nothing"):
+def test_empty_sides_are_rejected(values):
+    with pytest.raises(InputError, match="tokens: at least one sampled token"):
         compare(logprobs(values), logprobs(values))
 
 
 @pytest.mark.parametrize("mask", [[[1, 1, 0], [0, 1, 0]], [[True, True, False], [False, True, False]]])
-def test_tensors_agree_with_lists(mask):
+def test_compare_tensors_matches_compare(mask):
     a = torch.tensor([[-1.0, -2.0, NAN], [NAN, -4.0, 9.0]])
     b = torch.tensor([[-1.0, -2.5, 3.0], [NAN, -4.0, NAN]])
     r = compare_tensors(a, b, torch.tensor(mask))
@@ -125,7 +125,7 @@ def test_tensors_agree_with_lists(mask):
     assert [(w.sequence, w.position, w.token_id) for w in r.worst] == [(0, 1, None)]
 
 
-def test_tensors_carry_no_graph_and_take_bf16():
+def test_compare_tensors_accepts_bf16_and_detaches():
     a = torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
     r = compare_tensors(a, a.detach().clone())
     assert r.all_equal and all(isinstance(v, (int, float)) for v in r.metrics("train/").values())
@@ -134,18 +134,28 @@ def test_tensors_carry_no_graph_and_take_bf16():
 @pytest.mark.parametrize(
     "a, b, mask, message",
     [
-        (torch.zeros(3), torch.zeros(3), None, "rollout_logp: shape"),
-        ([[0.0]], torch.zeros(1, 1), None, "rollout_logp: list, expected a torch.Tensor"),
-        (torch.zeros(1, 1), torch.zeros(1, 1), [[True]], "mask: list, expected a torch.Tensor"),
-        (torch.zeros(1, 3), torch.zeros(1, 2), None, "train_logp: shape"),
-        (torch.zeros(1, 3), torch.zeros(1, 3).double(), None, "train_logp: torch.float64"),
-        (torch.zeros(1, 3), torch.zeros(1, 3).bfloat16(), None, "train_logp: torch.bfloat16, but"),
-        (torch.zeros(1, 3), torch.zeros(1, 3), torch.ones(3), "mask: shape"),
-        (torch.zeros(1, 3), torch.zeros(1, 3), torch.full((1, 3), 0.5), "mask: values"),
-        (torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, 3), "mask: it keeps no token"),
-        (torch.zeros(0, 3), torch.zeros(0, 3), None, "rollout_logp: it is empty"),
+        (torch.zeros(3), torch.zeros(3), None, r"rollout_logp: expected shape \[B, S\]"),
+        ([[0.0]], torch.zeros(1, 1), None, r"rollout_logp: expected a torch.Tensor \[B, S\], got list"),
+        (torch.zeros(1, 1), torch.zeros(1, 1), [[True]], "mask: expected a torch.Tensor .*, got list"),
+        (
+            torch.zeros(1, 3),
+            torch.zeros(1, 2),
+            None,
+            r"train_logp: expected rollout_logp's shape \[1, 3\], got \[1, 2\]",
+        ),
+        (torch.zeros(1, 3), torch.zeros(1, 3).double(), None, "train_logp: expected .*, got torch.float64"),
+        (
+            torch.zeros(1, 3),
+            torch.zeros(1, 3).bfloat16(),
+            None,
+            "train_logp: expected rollout_logp's dtype torch.float32, got torch.bfloat16",
+        ),
+        (torch.zeros(1, 3), torch.zeros(1, 3), torch.ones(3), "mask: expected shape"),
+        (torch.zeros(1, 3), torch.zeros(1, 3), torch.full((1, 3), 0.5), "mask: expected only the values 0 and 1"),
+        (torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, 3), "mask: selects no token"),
+        (torch.zeros(0, 3), torch.zeros(0, 3), None, "rollout_logp: must not be empty"),
     ],
 )
-def test_tensors_refused(a, b, mask, message):
+def test_invalid_tensors_are_rejected(a, b, mask, message):
     with pytest.raises(InputError, match=message):
         compare_tensors(a, b, mask)

@@ -1,4 +1,4 @@
-"""Logprob files: what is written comes back bit for bit; anything else is refused, naming the file."""
+"""Logprob files: bitwise round trips, and rejection of malformed files, with the name of the fault."""
 
 import contextlib
 import json
@@ -31,91 +31,94 @@ def path(tmp_path):
 
 
 def rewrite(path, tensors=(), metadata=(), drop=()):
-    """The file at `path`, with some tensors or metadata replaced or left out."""
+    """Rewrite the file at `path` with some tensors or metadata replaced or dropped."""
     with safe_open(path, framework="pt") as f:
         old_metadata, old = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
     keep = lambda d: {k: v for k, v in d.items() if k not in drop}  # noqa: E731
     save_file(keep(old | dict(tensors)), path, metadata=keep(old_metadata | dict(metadata)))
 
 
-def test_round_trip(path):
+def test_a_file_round_trips_bit_for_bit(path):
     want, got = sample(), load(path)
     assert (got.prompts, got.tokens, got.contract, got.meta) == (want.prompts, want.tokens, want.contract, want.meta)
     for a, b in zip(got.logprobs, want.logprobs, strict=True):
         assert a.dtype == torch.float32 and a.view(torch.int32).tolist() == b.view(torch.int32).tolist()
 
 
-def test_no_sequences(tmp_path):
+def test_a_file_may_have_no_sequences(tmp_path):
     save(tmp_path / "x", Logprobs([], [], [], "stock"))
     assert load(tmp_path / "x").tokens == []
 
 
-def test_only_whole_files_and_no_leftovers(path):
+def test_saving_leaves_no_temporary_files(path):
     assert [p.name for p in path.parent.iterdir()] == ["a.safetensors"]
 
 
-def test_truncated_anywhere(path):
+def test_a_truncated_file_is_rejected(path):
     whole = path.read_bytes()
     for size in (0, 4, 8, 200, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(InputError, match="a.safetensors: truncated, or not a safetensors file"):
+        with pytest.raises(InputError, match="a.safetensors: truncated or not a safetensors file"):
             load(path)
 
 
-def test_absent(tmp_path):
-    with pytest.raises(InputError, match="nowhere: no such file, it should be a logprob file"):
+def test_a_missing_file_is_rejected(tmp_path):
+    with pytest.raises(InputError, match="nowhere: no such file, expected a logprob file"):
         load(tmp_path / "nowhere")
 
 
-def test_foreign(tmp_path):
+def test_a_file_of_another_format_is_rejected(tmp_path):
     path = tmp_path / "b"
     path.write_text("a text file, long enough to be mistaken for a header")
-    with pytest.raises(InputError, match="b: truncated, or not a safetensors"):
+    with pytest.raises(InputError, match="b: truncated or not a safetensors"):
         load(path)
     save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(InputError, match="b: a safetensors file, but not a logprob file"):
+    with pytest.raises(InputError, match="b: not a logprob file: a safetensors file whose"):
         load(path)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(metadata={"format_version": "9"}), "format version '9'"),
-        (dict(drop=["contract"]), "the contract id is missing"),
-        (dict(metadata={"contract": ""}), "contract: a non-empty string"),
+        (dict(metadata={"format_version": "9"}), "format_version: .*, got '9'"),
+        (dict(drop=["contract"]), "the metadata has no contract id"),
+        (dict(metadata={"contract": ""}), "contract: expected a string of 1 to 200"),
         (dict(metadata={"meta": "{"}), "meta is not JSON"),
         (dict(metadata={"meta": "[]"}), "meta is not a JSON object"),
         (dict(metadata={"meta": "[" * 10**5}), "meta is not JSON"),
         (dict(metadata={"meta": '{"a": ' * 10**5}), "meta is not JSON"),
-        (dict(metadata={"meta": '{"n": 3}'}), "meta: 'n' maps to 3"),
+        (dict(metadata={"meta": '{"n": 3}'}), "meta: keys and values must be strings, got 'n': 3"),
         (dict(metadata={"meta": '{"n": ' + "9" * 5000 + "}"}), "meta is not JSON"),
-        (dict(metadata={"contract": "x" * 201}), "contract: .*at most 200"),
+        (dict(metadata={"contract": "x" * 201}), "contract: expected a string of 1 to 200 .*, got 'x"),
         (dict(metadata={"contract": "stock\n"}), "contract: .*ASCII"),
         (dict(drop=["tokens"]), "tensor 'tokens' is missing"),
-        (dict(tensors={"logprobs": torch.zeros(3).double()}), "tensor 'logprobs' is F64"),
-        (dict(tensors={"logprobs": torch.zeros(3, 1)}), r"tensor 'logprobs' is F32 of shape \[3, 1\]"),
-        (dict(tensors={"logprobs": torch.zeros(2)}), "'offsets' does not cut the 2 values of 'logprobs'"),
-        (dict(tensors={"offsets": torch.tensor([0, 4, 2, 3])}), "'offsets' does not cut"),
-        (dict(tensors={"offsets": torch.tensor([0, 2**63 - 1, -(2**63), -1, 3])}), "'offsets' does not cut"),
-        (dict(tensors={"offsets": torch.tensor([0, 3])}), "prompts: 3 sequences, but tokens has 1"),
-        (dict(tensors={"tokens": torch.tensor([9, -2, 6])}), "tokens: sequence 0 holds something"),
+        (dict(tensors={"logprobs": torch.zeros(3).double()}), "tensor 'logprobs': expected F32 .*, got F64"),
+        (
+            dict(tensors={"logprobs": torch.zeros(3, 1)}),
+            r"tensor 'logprobs': expected F32 of one dimension, got F32 of shape \[3, 1\]",
+        ),
+        (dict(tensors={"logprobs": torch.zeros(2)}), "'offsets' does not partition the 2 values of 'logprobs'"),
+        (dict(tensors={"offsets": torch.tensor([0, 4, 2, 3])}), "'offsets' does not partition"),
+        (dict(tensors={"offsets": torch.tensor([0, 2**63 - 1, -(2**63), -1, 3])}), "'offsets' does not partition"),
+        (dict(tensors={"offsets": torch.tensor([0, 3])}), "prompts: expected 1 sequences as in tokens, got 3"),
+        (dict(tensors={"tokens": torch.tensor([9, -2, 6])}), "tokens: sequence 0: every token id must be"),
     ],
 )
-def test_inconsistent(path, change, message):
+def test_an_inconsistent_file_is_rejected(path, change, message):
     rewrite(path, **change)
     with pytest.raises(InputError, match="a.safetensors: .*" + message):
         load(path)
 
 
-def header(path, text: bytes, size: int):
-    """A safetensors file of `size` bytes that begins with this header; sparse, so nothing but the header is written."""
+def write_sparse_file(path, text: bytes, size: int):
+    """Write a sparse safetensors file of `size` bytes that contains only this header."""
     with open(path, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         f.truncate(size)
 
 
 def peak_bytes(code) -> int:
-    """Most bytes that Python's allocator held while `code` ran, beyond those before."""
+    """Return the peak of Python's allocated bytes while `code` runs."""
     tracemalloc.start()
     try:
         code()
@@ -138,25 +141,25 @@ def test_a_huge_tensor_is_not_read(tmp_path):
         entries[name] = {"dtype": dtype, "shape": [n], "data_offsets": [begin, end]}
     entries["__metadata__"] = {"format": files.FORMAT, "format_version": files.FORMAT_VERSION, "contract": "stock"}
     text = json.dumps(entries).encode()
-    header(tmp_path / "a", text, 8 + len(text) + end)
-    with pytest.raises(InputError, match="a: tensor 'tokens' holds 1073741824 values, more than 67108864"):
+    write_sparse_file(tmp_path / "a", text, 8 + len(text) + end)
+    with pytest.raises(InputError, match="a: tensor 'tokens': at most 67108864 values are supported, got 1073741824"):
         load(tmp_path / "a")
 
 
 def test_a_huge_header_is_not_read(tmp_path):
-    header(tmp_path / "a", b'{"__metadata__": {"meta": "' + b"x" * (50 << 20) + b'"}}', 60 << 20)
+    write_sparse_file(tmp_path / "a", b'{"__metadata__": {"meta": "' + b"x" * (50 << 20) + b'"}}', 60 << 20)
 
-    def refused():
-        with pytest.raises(InputError, match="a: its header takes 524288[0-9]* bytes"):
+    def assert_rejected():
+        with pytest.raises(InputError, match="a: the header of a logprob file has at most .* bytes, got 524288[0-9]*"):
             load(tmp_path / "a")
 
-    assert peak_bytes(refused) < 1 << 20
+    assert peak_bytes(assert_rejected) < 1 << 20
 
 
 @pytest.mark.parametrize(
     "change, read", [(dict(tensors={"a.weight": torch.zeros(2)}), True), (dict(drop=["tokens"]), False)]
 )
-def test_only_what_belongs_to_the_format_is_read(path, change, read, monkeypatch):
+def test_only_tensors_of_the_format_are_read(path, change, read, monkeypatch):
     rewrite(path, **change)
     seen = []
 
@@ -187,26 +190,32 @@ def test_only_what_belongs_to_the_format_is_read(path, change, read, monkeypatch
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(prompts=[[1]]), "prompts: 1 sequences"),
-        (dict(logprobs=[torch.zeros(2), torch.zeros(1)]), "logprobs: 2 sequences"),
-        (dict(logprobs=[torch.zeros(2), torch.zeros(2), torch.zeros(0)]), r"logprobs: sequence 1 has shape \[2\]"),
-        (dict(logprobs=[torch.zeros(2).double(), torch.zeros(1), torch.zeros(0)]), "sequence 0 is torch.float64"),
-        (dict(logprobs=[[-1.0, -2.0], torch.zeros(1), torch.zeros(0)]), "sequence 0 is list"),
-        (dict(tokens=[[9, 2.0], [6], []]), "tokens: sequence 0 holds"),
-        (dict(contract=""), "contract: a non-empty string"),
+        (dict(prompts=[[1]]), "prompts: expected 3 sequences as in tokens, got 1"),
+        (dict(logprobs=[torch.zeros(2), torch.zeros(1)]), "logprobs: expected 3 sequences as in tokens, got 2"),
+        (
+            dict(logprobs=[torch.zeros(2), torch.zeros(2), torch.zeros(0)]),
+            r"logprobs: sequence 1: expected shape \[1\], got \[2\]",
+        ),
+        (
+            dict(logprobs=[torch.zeros(2).double(), torch.zeros(1), torch.zeros(0)]),
+            "sequence 0: expected torch.float32, got torch.float64",
+        ),
+        (dict(logprobs=[[-1.0, -2.0], torch.zeros(1), torch.zeros(0)]), "sequence 0: expected torch.float32, got list"),
+        (dict(tokens=[[9, 2.0], [6], []]), "tokens: sequence 0: every token id must be"),
+        (dict(contract=""), "contract: expected a string"),
         (dict(contract="Ω"), "contract: .*ASCII"),
-        (dict(contract=None), "contract: a non-empty string"),
+        (dict(contract=None), "contract: expected a string .*, got None"),
         (dict(tokens=None), "tokens: expected a list of lists"),
         (dict(prompts=[[3], None, [15]]), "prompts: expected a list of lists"),
-        (dict(tokens=[[9, 2**63], [6], []]), "tokens: sequence 0 holds"),
-        (dict(tokens=[[9, True], [6], []]), "tokens: sequence 0 holds"),
-        (dict(prompts=[[]] * (2**20 + 1)), "prompts: 1048577 sequences, more than the 1048576 of a file"),
-        (dict(meta={"n": 3}), "meta: 'n' maps to 3"),
-        (dict(meta=None), "meta: a dict of strings"),
-        (dict(meta={"n": "x" * 2**16}), "meta: longer than 65536"),
+        (dict(tokens=[[9, 2**63], [6], []]), "tokens: sequence 0: every token id must be"),
+        (dict(tokens=[[9, True], [6], []]), "tokens: sequence 0: every token id must be"),
+        (dict(prompts=[[]] * (2**20 + 1)), "prompts: a file holds at most 1048576 sequences, got 1048577"),
+        (dict(meta={"n": 3}), "meta: keys and values must be strings, got 'n': 3"),
+        (dict(meta=None), "meta: expected a dict of strings, got NoneType"),
+        (dict(meta={"n": "x" * 2**16}), "meta: must have at most 65536 characters"),
     ],
 )
-def test_not_saved(tmp_path, change, message):
+def test_invalid_logprobs_are_not_saved(tmp_path, change, message):
     logprobs = sample()
     for name, value in change.items():
         setattr(logprobs, name, value)

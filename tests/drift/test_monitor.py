@@ -1,4 +1,4 @@
-"""The monitor: metrics against the frameworks' formulas, its files, and its alarm."""
+"""The monitor: metrics against the frameworks' formulas, its files, and its `DriftError`."""
 
 import json
 import math
@@ -26,7 +26,7 @@ ALIGNED = "alignkit-3/cpu/v128/k8/kv32/leaf128"
 
 
 def batch(rows=5, columns=17, seed=0, noise=0.3):
-    """Logprobs whose two sides differ, garbage where the mask is 0, and a row without a token."""
+    """Return differing logprobs and a mask, with NaN outside of the mask and one fully masked row."""
     g = torch.Generator().manual_seed(seed)
     rollout = -3 * torch.rand(rows, columns, generator=g)
     training = rollout + noise * torch.randn(rows, columns, generator=g)
@@ -44,20 +44,20 @@ def lines(path, rank=0):
     return [json.loads(line) for line in (path / records.records_name(rank)).read_text().splitlines()]
 
 
-def flipped(x, at):
-    """`x` with one value moved by one unit in the last place."""
+def off_by_one_ulp(x, at):
+    """Return `x` with one value moved by one ulp toward zero."""
     y = x.clone()
     y[at] = torch.nextafter(y[at], torch.zeros(()))
     return y
 
 
-# The formulas as the frameworks write them, token by token in Python's floats.
+# The frameworks' formulas, token by token in Python floats.
 
 
 def rows_of(x, mask):
     return [
-        [v for v, keep in zip(row, kept, strict=True) if keep]
-        for row, kept in zip(x.tolist(), mask.tolist(), strict=True)
+        [v for v, keep in zip(row, keeps, strict=True) if keep]
+        for row, keeps in zip(x.tolist(), mask.tolist(), strict=True)
     ]
 
 
@@ -78,7 +78,7 @@ def verl_by_hand(rollout, training, mask):
     mean_r, mean_t = [masked_mean(rs) for rs, _ in rows], [masked_mean(ts) for _, ts in rows]
     gaps = [r - t for r, t in zip(mean_r, mean_t, strict=True)]
 
-    def over(values):
+    def average(values):
         return sum(values) / len(values)
 
     def rho(x):
@@ -90,19 +90,19 @@ def verl_by_hand(rollout, training, mask):
         "training/rollout_probs_diff_mean": mean,
         "training/rollout_probs_diff_std": math.sqrt(sum((d - mean) ** 2 for d in diffs) / (n - 1)),
         "training/rollout_actor_probs_pearson_corr": pearson,
-        "rollout_corr/training_ppl": over([math.exp(-m) for m in mean_t]),
-        "rollout_corr/training_log_ppl": over([-m for m in mean_t]),
-        "rollout_corr/rollout_ppl": over([math.exp(-m) for m in mean_r]),
-        "rollout_corr/rollout_log_ppl": over([-m for m in mean_r]),
-        "rollout_corr/kl": over([r - t for r, t in pairs]),
-        "rollout_corr/k3_kl": over([math.exp(t - r) - (t - r) - 1 for r, t in pairs]),
-        "rollout_corr/log_ppl_diff": over(gaps),
-        "rollout_corr/log_ppl_abs_diff": over([abs(g) for g in gaps]),
+        "rollout_corr/training_ppl": average([math.exp(-m) for m in mean_t]),
+        "rollout_corr/training_log_ppl": average([-m for m in mean_t]),
+        "rollout_corr/rollout_ppl": average([math.exp(-m) for m in mean_r]),
+        "rollout_corr/rollout_log_ppl": average([-m for m in mean_r]),
+        "rollout_corr/kl": average([r - t for r, t in pairs]),
+        "rollout_corr/k3_kl": average([math.exp(t - r) - (t - r) - 1 for r, t in pairs]),
+        "rollout_corr/log_ppl_diff": average(gaps),
+        "rollout_corr/log_ppl_abs_diff": average([abs(g) for g in gaps]),
         "rollout_corr/log_ppl_diff_max": max(gaps),
         "rollout_corr/log_ppl_diff_min": min(gaps),
-        "rollout_corr/ppl_ratio": over([math.exp(g) for g in gaps]),
-        "rollout_corr/chi2_token": over([rho(t - r) ** 2 for r, t in pairs]) - 1,
-        "rollout_corr/chi2_seq": over([rho(sum(ts) - sum(rs)) ** 2 for rs, ts in rows]) - 1,
+        "rollout_corr/ppl_ratio": average([math.exp(g) for g in gaps]),
+        "rollout_corr/chi2_token": average([rho(t - r) ** 2 for r, t in pairs]) - 1,
+        "rollout_corr/chi2_seq": average([rho(sum(ts) - sum(rs)) ** 2 for rs, ts in rows]) - 1,
     }
 
 
@@ -130,8 +130,8 @@ def nemo_by_hand(rollout, training, mask):
 
 
 @pytest.mark.parametrize("names,formulas", [("verl", verl_by_hand), ("nemo-rl", nemo_by_hand)])
-@pytest.mark.parametrize("noise", [0.3, 15.0])  # the second is clamped by verl
-def test_metrics_are_the_frameworks(tmp_path, names, formulas, noise):
+@pytest.mark.parametrize("noise", [0.3, 15.0])  # verl clamps the second
+def test_metrics_match_the_frameworks_formulas(tmp_path, names, formulas, noise):
     rollout, training, mask = batch(noise=noise)
     got = monitor(tmp_path, "stock", names=names).log(3, rollout, training, mask)
     expected = formulas(rollout, training, mask)
@@ -142,26 +142,26 @@ def test_metrics_are_the_frameworks(tmp_path, names, formulas, noise):
     assert lines(tmp_path)[0]["metrics"] == got
 
 
-def test_plain_metrics_are_the_reports(tmp_path):
+def test_plain_metrics_match_compare_tensors(tmp_path):
     rollout, training, mask = batch()
     got = monitor(tmp_path, "stock").log(0, rollout, training, mask)
     assert got == drift.compare_tensors(rollout, training, mask).metrics("drift/")
 
 
 @pytest.mark.parametrize("names", ["plain", "verl", "nemo-rl"])
-def test_equal_sides_are_zero_and_one_bit_is_not(tmp_path, names):
+def test_equal_sides_give_zero_and_one_bit_does_not(tmp_path, names):
     rollout, _, mask = batch()
     equal = monitor(tmp_path / "equal", "stock", names=names).log(0, rollout, rollout, mask)
     assert equal["drift/bit_equal"] == equal["drift/tokens"] and equal["drift/max_abs"] == 0
     assert all(value == 0 for name, value in equal.items() if "kl" in name or "diff_m" in name or "chi2" in name)
     at = tuple(mask.nonzero()[4].tolist())
-    one = monitor(tmp_path / "one", "stock", names=names).log(0, rollout, flipped(rollout, at), mask)
+    one = monitor(tmp_path / "one", "stock", names=names).log(0, rollout, off_by_one_ulp(rollout, at), mask)
     assert one["drift/bit_equal"] == one["drift/tokens"] - 1 and one["drift/max_abs"] > 0
     kl = {"plain": "drift/k3_kl", "verl": "rollout_corr/k3_kl", "nemo-rl": "train/gen_kl_error"}[names]
-    assert 0 < one[kl] < 1e-12  # where exp(d) - 1 - d is 0 in floating point
+    assert 0 < one[kl] < 1e-12  # floating-point exp(d) - 1 - d would be 0
 
 
-def test_nonfinite_is_an_alarm_and_null_in_the_record(tmp_path):
+def test_a_nonfinite_logprob_raises_and_is_null_in_the_record(tmp_path):
     rollout = torch.tensor([[-1.0, math.nan]])
     with pytest.raises(DriftError):
         monitor(tmp_path, names="verl").log(0, rollout, rollout)
@@ -171,25 +171,25 @@ def test_nonfinite_is_an_alarm_and_null_in_the_record(tmp_path):
     assert worst["rollout"] is None and worst["rollout_bits"].startswith("0x7fc")
 
 
-def test_a_single_token_has_no_spread(tmp_path, recwarn):
+def test_a_single_token_has_nan_spread(tmp_path, recwarn):
     got = monitor(tmp_path, "stock", names="verl").log(0, torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
     assert math.isnan(got["training/rollout_probs_diff_std"])
     assert math.isnan(got["training/rollout_actor_probs_pearson_corr"]) and not recwarn.list
 
 
-# The planted fault: from some step on, one token's logprob is one ulp off.
+# A planted fault: one token's logprob is off by one ulp, beginning at some step.
 
 
-def loop(path, faulty_from, at, steps=8, **options):
-    """A training loop of an aligned run; returns the steps that ended without an alarm."""
+def train(path, faulty_from, at, steps=8, **options):
+    """Run an aligned training loop; return the steps that ended without an error."""
     done = []
     weights = torch.nn.Linear(4, 3)
-    with monitor(path, names="verl", meta={"model": "toy"}, **options) as watching:
+    with monitor(path, names="verl", meta={"model": "toy"}, **options) as drift_monitor:
         for step in range(steps):
             rollout, _, mask = batch(seed=step)
-            training = flipped(rollout, at) if step >= faulty_from else rollout
+            training = off_by_one_ulp(rollout, at) if step >= faulty_from else rollout
             tokens = torch.arange(rollout.numel()).reshape(rollout.shape)
-            watching.log(
+            drift_monitor.log(
                 step,
                 rollout,
                 training,
@@ -202,15 +202,15 @@ def loop(path, faulty_from, at, steps=8, **options):
     return done
 
 
-def test_one_ulp_from_some_step_on_is_found_named_and_kept(tmp_path):
+def test_a_one_ulp_fault_is_found_named_and_saved(tmp_path):
     at = (2, 9)
     faulty = next(step for step in range(3, 8) if batch(seed=step)[2][at])
     with pytest.raises(DriftError) as caught:
-        loop(tmp_path, faulty, at)
+        train(tmp_path, faulty, at)
     rollout, _, mask = batch(seed=faulty)
     error, value = caught.value, rollout[at]
     assert (error.step, error.rank, error.token.sequence, error.token.position) == (faulty, 0, *at)
-    assert (error.token.rollout, error.token.training) == (value.item(), flipped(rollout, at)[at].item())
+    assert (error.token.rollout, error.token.training) == (value.item(), off_by_one_ulp(rollout, at)[at].item())
     for part in (
         f"step {faulty}, rank 0: 1 of {int(mask.sum())} logprobs",
         "sequence 2, position 9, token 43",
@@ -222,61 +222,65 @@ def test_one_ulp_from_some_step_on_is_found_named_and_kept(tmp_path):
     assert [r["drift"]["bit_equal"] == r["drift"]["tokens"] for r in lines(tmp_path)] == [True] * faulty + [False]
     assert lines(tmp_path)[-1]["replay"] == error.replay.name
 
-    kept = drift.load_replay(error.replay)
-    again = kept.report()
-    assert (again.first_difference.sequence, again.first_difference.position) == at
-    assert (again.tokens, again.bit_equal) == (int(mask.sum()), int(mask.sum()) - 1)
-    assert torch.equal(kept.rollout_logp.view(torch.int32), rollout.view(torch.int32))
-    assert torch.equal(kept.mask, mask.bool()) and kept.tokens[at] == 43
-    assert torch.equal(kept.context["prompts"], torch.full((5, 2), faulty))
-    info = kept.info
+    saved = drift.load_replay(error.replay)
+    report = saved.report()
+    assert (report.first_difference.sequence, report.first_difference.position) == at
+    assert (report.tokens, report.bit_equal) == (int(mask.sum()), int(mask.sum()) - 1)
+    assert torch.equal(saved.rollout_logp.view(torch.int32), rollout.view(torch.int32))
+    assert torch.equal(saved.mask, mask.bool()) and saved.tokens[at] == 43
+    assert torch.equal(saved.context["prompts"], torch.full((5, 2), faulty))
+    info = saved.info
     assert (info["step"], info["rank"], info["contract"], info["meta"]) == (faulty, 0, ALIGNED, {"model": "toy"})
     assert info["first_difference"] == lines(tmp_path)[-1]["first_difference"]
     assert info["machine"]["versions"]["torch"] == torch.__version__ and info["weights"]["tensors"] == 2
 
 
-def test_weights_that_were_not_sent_are_found_at_that_step(tmp_path):
-    """A loop on the real ops, bf16, whose rollout is not sent one shard after step 3. What a step changes is small: one
-    row of that shard, by one unit in the last place."""
+def test_a_stale_weight_shard_is_found_at_its_step(tmp_path):
+    """A bf16 loop on real ops stops sending one weight shard to the rollout after step 3.
+
+    Each step changes only one row of the shard, by one ulp.
+    """
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, 16, 64, generator=g).bfloat16()
     training = (torch.randn(96, 64, generator=g) / 8).bfloat16()
     rollout, tokens = training.clone(), torch.randint(0, 96, (4, 16), generator=g)
-    with monitor(tmp_path, alignkit.contract_id("cpu")) as watching, pytest.raises(DriftError) as caught:  # noqa: PT012
+    with monitor(tmp_path, alignkit.contract_id("cpu")) as drift_monitor, pytest.raises(DriftError) as caught:  # noqa: PT012
         for step in range(6):
             logps = [alignkit.ops.linear_logp(hidden, weight, tokens) for weight in (rollout, training)]
-            watching.log(step, *logps, tokens=tokens, context={"hidden": hidden}, weights={"head": training})
-            training = flipped(training, step)
+            drift_monitor.log(step, *logps, tokens=tokens, context={"hidden": hidden}, weights={"head": training})
+            training = off_by_one_ulp(training, step)
             rollout = training.clone() if step < 3 else torch.cat([rollout[:48], training[48:]])
     error = caught.value
     assert error.step == 4 and len(lines(tmp_path)) == 5
-    kept = drift.load_replay(error.replay)
-    again = [alignkit.ops.linear_logp(kept.context["hidden"], weight, kept.tokens) for weight in (rollout, training)]
-    assert torch.equal(again[0], kept.rollout_logp) and torch.equal(again[1], kept.train_logp)
-    assert kept.info["weights"] == drift.weights_digest({"head": training})  # and the rollout's is another
-    assert kept.info["weights"] != drift.weights_digest({"head": rollout})
+    saved = drift.load_replay(error.replay)
+    recomputed = [
+        alignkit.ops.linear_logp(saved.context["hidden"], weight, saved.tokens) for weight in (rollout, training)
+    ]
+    assert torch.equal(recomputed[0], saved.rollout_logp) and torch.equal(recomputed[1], saved.train_logp)
+    assert saved.info["weights"] == drift.weights_digest({"head": training})  # the rollout's digest differs
+    assert saved.info["weights"] != drift.weights_digest({"head": rollout})
 
 
-def test_later_differences_are_told_but_not_written_again(tmp_path):
-    heard = []
-    done = loop(tmp_path, 3, (0, 0), on_difference=heard.append)
+def test_later_differences_are_reported_but_not_saved(tmp_path):
+    reported = []
+    done = train(tmp_path, 3, (0, 0), on_difference=reported.append)
     differing = [step for step in range(3, 8) if batch(seed=step)[2][0, 0]]
-    assert done == list(range(8)) and [e.step for e in heard] == differing and len(differing) > 1
+    assert done == list(range(8)) and [e.step for e in reported] == differing and len(differing) > 1
     assert [p.name for p in tmp_path.glob("replay*")] == [records.replay_name(0, differing[0])]
-    assert {e.replay.name for e in heard} == {records.replay_name(0, differing[0])}
+    assert {e.replay.name for e in reported} == {records.replay_name(0, differing[0])}
 
 
-def test_warn_and_none(tmp_path):
+def test_on_difference_can_warn_or_ignore(tmp_path):
     rollout, _, _ = batch()
     rollout = rollout.nan_to_num(-1.0)
-    other = flipped(rollout, (0, 1))
+    other = off_by_one_ulp(rollout, (0, 1))
     with pytest.warns(RuntimeWarning, match="step 5, rank 0: 1 of 85"):
         monitor(tmp_path / "warn", on_difference="warn").log(5, rollout, other)
     monitor(tmp_path / "none", on_difference=None).log(5, rollout, other)
     assert not list((tmp_path / "none").glob("replay*")) and len(list((tmp_path / "warn").glob("replay*"))) == 1
 
 
-def test_a_stock_run_has_no_alarm(tmp_path):
+def test_a_stock_run_never_raises(tmp_path):
     monitor(tmp_path, "stock").log(0, *batch())
     assert lines(tmp_path)[0]["contract"] == "stock" and not list(tmp_path.glob("replay*"))
 
@@ -284,7 +288,7 @@ def test_a_stock_run_has_no_alarm(tmp_path):
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device")]
 )
-def test_the_alarm_is_raised_where_the_replay_cannot_be_written(tmp_path, monkeypatch, error):
+def test_a_difference_raises_even_if_the_replay_cannot_be_written(tmp_path, monkeypatch, error):
     def full(*_args, **_options):
         raise error
 
@@ -295,7 +299,7 @@ def test_the_alarm_is_raised_where_the_replay_cannot_be_written(tmp_path, monkey
     assert os.listdir(tmp_path) == [records.records_name(0)]
 
 
-def test_weights_that_raise_leave_the_batch(tmp_path):
+def test_a_failing_weights_function_keeps_the_replay(tmp_path):
     def weights():
         raise RuntimeError("sharded")
 
@@ -325,24 +329,24 @@ def test_worst_tokens_are_bounded_and_named(tmp_path):
     ]
 
 
-def test_bf16_and_two_calls_of_a_step(tmp_path):
+def test_bf16_and_two_calls_per_step_are_accepted(tmp_path):
     rollout, training, mask = (x if x.dtype == torch.int64 else x.bfloat16() for x in batch())
-    with monitor(tmp_path, "stock") as watching:
+    with monitor(tmp_path, "stock") as drift_monitor:
         for _ in range(2):
-            watching.log(4, rollout, training, mask)
+            drift_monitor.log(4, rollout, training, mask)
     assert [r["step"] for r in lines(tmp_path)] == [4, 4]
 
 
-def test_a_torn_line_is_passed_over_and_the_next_process_begins_its_own(tmp_path):
+def test_a_torn_line_is_skipped_by_readers_and_writers(tmp_path):
     rollout, _, mask = batch()
-    with monitor(tmp_path) as watching:
-        watching.log(0, rollout, rollout, mask)
-        watching.log(1, rollout, rollout, mask)
+    with monitor(tmp_path) as drift_monitor:
+        drift_monitor.log(0, rollout, rollout, mask)
+        drift_monitor.log(1, rollout, rollout, mask)
     path = tmp_path / records.records_name(0)
     path.write_bytes(path.read_bytes()[:-40])
     assert [r["step"] for r in records.read_records(path)] == [0]
-    with monitor(tmp_path) as watching:
-        watching.log(2, rollout, rollout, mask)
+    with monitor(tmp_path) as drift_monitor:
+        drift_monitor.log(2, rollout, rollout, mask)
     assert [r["step"] for r in records.read_records(path)] == [0, 2]
     assert len(path.read_bytes().splitlines()) == 3
 
@@ -362,12 +366,12 @@ def test_a_torn_line_is_passed_over_and_the_next_process_begins_its_own(tmp_path
         b"x" * (3 * records.MAX_LINE),
     ],
 )
-def test_lines_that_are_no_records(tmp_path, line):
+def test_invalid_lines_are_skipped(tmp_path, line):
     rollout, _, mask = batch()
     path = tmp_path / records.records_name(0)
     path.write_bytes(line + b"\n")
-    with monitor(tmp_path) as watching:
-        watching.log(2, rollout, rollout, mask)
+    with monitor(tmp_path) as drift_monitor:
+        drift_monitor.log(2, rollout, rollout, mask)
     assert [r["step"] for r in records.read_records(path)] == [2]
 
 
@@ -384,14 +388,14 @@ def test_lines_that_are_no_records(tmp_path, line):
         ("contract", 5),
     ],
 )
-def test_records_of_other_types_are_not_read(tmp_path, field, value):
+def test_records_with_wrong_types_are_skipped(tmp_path, field, value):
     monitor(tmp_path, "stock").log(0, *batch())
     record = lines(tmp_path)[0]
     assert records.parse(json.dumps(record).encode()) is not None
     assert records.parse(json.dumps({**record, field: value}).encode()) is None
 
 
-def test_lines_are_read_in_bounded_pieces_and_go_on(tmp_path):
+def test_lines_are_read_in_bounded_pieces_and_resume(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"a\nb\n" + b"x" * (2 * records.MAX_LINE + 5) + b"\nc\nto")
     reader, got = records.Lines(), []
@@ -407,17 +411,17 @@ def test_lines_are_read_in_bounded_pieces_and_go_on(tmp_path):
 
 def _rank(path, rank, steps):
     rollout, _, mask = batch(seed=rank)
-    with monitor(path, rank=rank, on_difference="warn") as watching:
+    with monitor(path, rank=rank, on_difference="warn") as drift_monitor:
         for step in range(steps):
-            watching.log(
+            drift_monitor.log(
                 step,
                 rollout,
-                flipped(rollout, tuple(mask.nonzero()[rank].tolist())) if rank and step == 2 else rollout,
+                off_by_one_ulp(rollout, tuple(mask.nonzero()[rank].tolist())) if rank and step == 2 else rollout,
                 mask,
             )
 
 
-def test_two_ranks_write_a_file_each(tmp_path):
+def test_each_rank_writes_its_own_file(tmp_path):
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_rank, args=(tmp_path, rank, 4)) for rank in range(2)]
     for process in ranks:
@@ -430,9 +434,9 @@ def test_two_ranks_write_a_file_each(tmp_path):
     assert [p.name for p in tmp_path.glob("replay*")] == [records.replay_name(1, 2)]
 
 
-def test_a_rank_given_twice_is_refused(tmp_path):
+def test_a_duplicate_rank_is_rejected(tmp_path):
     first = monitor(tmp_path, rank=3)
-    with pytest.raises(InputError, match="rank: .*monitor-rank00003.jsonl is being written"):
+    with pytest.raises(InputError, match="rank: .*monitor-rank00003.jsonl is open in another Monitor"):
         monitor(tmp_path, rank=3)
     first.close()
     first.close()
@@ -441,9 +445,9 @@ def test_a_rank_given_twice_is_refused(tmp_path):
 
 def _endless(path):
     rollout, _, mask = batch()
-    watching = monitor(path)
+    drift_monitor = monitor(path)
     for step in range(10**9):
-        watching.log(step, rollout, rollout, mask)
+        drift_monitor.log(step, rollout, rollout, mask)
 
 
 def test_a_killed_process_leaves_whole_records(tmp_path):
@@ -456,11 +460,11 @@ def test_a_killed_process_leaves_whole_records(tmp_path):
     process.join()
     steps = [r["step"] for r in records.read_records(path)]
     assert steps == list(range(len(steps))) and len(steps) > 5
-    with monitor(tmp_path) as watching:  # the dead process's lock is gone
-        watching.log(0, *batch()[:1] * 2, batch()[2])
+    with monitor(tmp_path) as drift_monitor:  # the killed process's lock is released
+        drift_monitor.log(0, *batch()[:1] * 2, batch()[2])
 
 
-def test_a_link_is_not_written_through(tmp_path):
+def test_a_symlink_is_not_written_through(tmp_path):
     (tmp_path / "elsewhere").write_text("precious")
     (tmp_path / records.records_name(0)).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="elsewhere|link|exist"):
@@ -471,7 +475,7 @@ def test_a_link_is_not_written_through(tmp_path):
 # Sinks
 
 
-def test_a_function_and_wandb_and_tensorboard(tmp_path, monkeypatch):
+def test_function_wandb_and_tensorboard_sinks_receive_metrics(tmp_path, monkeypatch):
     logged, written, called = [], [], []
 
     class SummaryWriter:
@@ -489,16 +493,16 @@ def test_a_function_and_wandb_and_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
     rollout, _, mask = batch()
-    with monitor(tmp_path, sinks=None, rank=2) as watching:
-        watching.log(1, rollout, rollout, mask)
-        assert not logged  # imported, but no run is active: none is begun
+    with monitor(tmp_path, sinks=None, rank=2) as drift_monitor:
+        drift_monitor.log(1, rollout, rollout, mask)
+        assert not logged  # wandb is imported but has no active run; the monitor starts none
         wandb.run = run
-        metrics = watching.log(2, rollout, rollout, mask)
+        metrics = drift_monitor.log(2, rollout, rollout, mask)
     assert logged == [(metrics | {"drift/step": 2}, 2)]
     assert (str(tmp_path / "tensorboard" / "rank00002"), "drift/max_abs", 0.0, 2) in written
     assert written[-1] == "flushed"
-    with monitor(tmp_path, sinks=[lambda step, m: called.append((step, m))]) as watching:
-        metrics = watching.log(3, rollout, rollout, mask)
+    with monitor(tmp_path, sinks=[lambda step, m: called.append((step, m))]) as drift_monitor:
+        metrics = drift_monitor.log(3, rollout, rollout, mask)
     assert called == [(3, metrics)] and len(logged) == 1
 
 
@@ -514,9 +518,9 @@ with Monitor(sys.argv[1], sinks=["tensorboard", "wandb"], contract=contract_id("
     for step in range(3):
         monitor.log(step, rollout, rollout + step / 4, torch.ones(2, 3, dtype=torch.bool))
         if step == 1:
-            for other in range(3):  # the loop's own, which are ahead of the monitor then
+            for other in range(3):  # the training loop's own logging, which advances wandb's step
                 wandb.log({"loss": other})
-wandb.log({})  # what was logged for a step counts when the next begins
+wandb.log({})  # commit the last step
 summary = dict(wandb.run.summary)
 assert (summary["drift/max_abs"], summary["drift/step"], summary["loss"]) == (0.5, 2, 2), summary
 wandb.finish()
@@ -524,7 +528,7 @@ wandb.finish()
 
 
 def test_the_real_tensorboard_and_wandb(tmp_path):
-    """In a process of its own, and offline."""
+    """Run the real libraries offline in a separate process."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
@@ -537,7 +541,7 @@ def test_the_real_tensorboard_and_wandb(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("drift/max_abs")] == [(0, 0.0), (1, 0.25), (2, 0.5)]
 
 
-def test_without_wandb_and_tensorboard(tmp_path, monkeypatch):
+def test_missing_wandb_and_tensorboard_are_skipped_unless_requested(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     rollout, _, mask = batch()
@@ -550,7 +554,7 @@ def test_without_wandb_and_tensorboard(tmp_path, monkeypatch):
 # The digest
 
 
-def test_digest_is_of_names_types_shapes_and_bits():
+def test_a_weights_digest_covers_names_types_shapes_and_bits():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     before = drift.weights_digest(model)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers()), "_extra_state": None}
@@ -564,7 +568,7 @@ def test_digest_is_of_names_types_shapes_and_bits():
             {"b": x},
             {"a": x.view(2, 3)},
             {"a": x.bfloat16()},
-            {"a": flipped(x, 3)},
+            {"a": off_by_one_ulp(x, 3)},
             {},
             {"a": x, "b": x},
         )
@@ -572,7 +576,7 @@ def test_digest_is_of_names_types_shapes_and_bits():
     assert len(digests) == 7
 
 
-def test_digest_streams_what_is_not_contiguous(monkeypatch):
+def test_a_weights_digest_streams_noncontiguous_tensors(monkeypatch):
     x = torch.randn(7, 50, 3)
     views = [x.transpose(0, 2), x[:, ::2], x[::3], x.permute(1, 2, 0), x.reshape(-1)[::5]]
     whole = [drift.weights_digest({"a": v.contiguous()}) for v in views]
@@ -585,7 +589,7 @@ def test_digest_streams_what_is_not_contiguous(monkeypatch):
     assert max(sizes) <= 64 and sum(sizes) >= sum(v.nbytes for v in views)
 
 
-# What is refused
+# Rejections
 
 
 @pytest.mark.parametrize(
@@ -608,7 +612,7 @@ def test_digest_streams_what_is_not_contiguous(monkeypatch):
         ({"meta": {"a": "x" * 10**6}}, "meta"),
     ],
 )
-def test_refused_options(tmp_path, options, name):
+def test_invalid_options_are_rejected(tmp_path, options, name):
     with pytest.raises(InputError, match=f"^{name}: "):
         monitor(tmp_path, **options)
     assert not list(tmp_path.glob("monitor*"))
@@ -633,25 +637,25 @@ def test_refused_options(tmp_path, options, name):
         ({"train_logp": torch.zeros(1, 2, device="meta")}, "device|contract"),
     ],
 )
-def test_refused_arguments(tmp_path, change, name):
+def test_invalid_arguments_are_rejected(tmp_path, change, name):
     arguments = {"step": 0, "rollout_logp": torch.zeros(1, 2), "train_logp": torch.zeros(1, 2), **change}
     with pytest.raises(alignkit.AlignkitError, match=f"^({name})"):
         monitor(tmp_path).log(**arguments)
     assert not lines(tmp_path)
 
 
-def test_closed(tmp_path):
-    watching = monitor(tmp_path)
-    watching.close()
+def test_a_closed_monitor_rejects_log(tmp_path):
+    drift_monitor = monitor(tmp_path)
+    drift_monitor.close()
     with pytest.raises(InputError, match="closed"):
-        watching.log(0, *batch())
+        drift_monitor.log(0, *batch())
 
 
-def test_a_pair_of_the_same_contract(tmp_path):
+def test_two_equal_contracts_are_accepted(tmp_path):
     assert monitor(tmp_path, (ALIGNED, ALIGNED)).contract == ALIGNED
 
 
-def test_replays_that_are_refused(tmp_path):
+def test_invalid_replays_are_rejected(tmp_path):
     with pytest.raises(DriftError) as caught:
         monitor(tmp_path).log(0, *batch())
     good = caught.value.replay.read_bytes()
@@ -659,49 +663,49 @@ def test_replays_that_are_refused(tmp_path):
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
     path = tmp_path / "bad.safetensors"
 
-    def refused(match):
+    def assert_rejected(match):
         with pytest.raises(InputError, match=match):
             drift.load_replay(path)
 
-    refused("no such file, it should be a replay")
+    assert_rejected("no such file, expected a replay")
     for cut in (0, 7, 100, len(good) - 1):
         path.write_bytes(good[:cut])
-        refused("truncated")
+        assert_rejected("truncated")
     path.write_bytes((2**30).to_bytes(8, "little") + good[8:])
-    refused("truncated")
-    with open(path, "wb") as file:  # a header that claims, and has, half a gigabyte: a hole
+    assert_rejected("truncated")
+    with open(path, "wb") as file:  # a sparse header of 512 MiB
         file.write((2**29).to_bytes(8, "little"))
         file.truncate(2**29 + 8)
-    refused("header takes")
+    assert_rejected("header of a replay has at most")
     for change, match in (
         ({"format": "other"}, "not a replay"),
-        ({"format_version": "9"}, "format version '9'"),
+        ({"format_version": "9"}, "format_version: .*, got '9'"),
         ({"info": "{"}, "not JSON"),
         ({"info": "[]"}, "not a JSON object"),
     ):
         save_file(tensors, path, metadata={**metadata, **change})
-        refused(match)
+        assert_rejected(match)
     for change, match in (
-        ({"mask": tensors["mask"][:2].clone()}, "'mask' is BOOL of shape"),
-        ({"train_logp": tensors["train_logp"].double()}, "'train_logp' is F64"),
-        ({f"context.{i}": torch.zeros(1) for i in range(200)}, "203 tensors"),
+        ({"mask": tensors["mask"][:2].clone()}, "'mask': expected BOOL .*, got BOOL of shape"),
+        ({"train_logp": tensors["train_logp"].double()}, "'train_logp': expected F32 or BF16 .*, got F64"),
+        ({f"context.{i}": torch.zeros(1) for i in range(200)}, "at most 100 tensors, got 203"),
     ):
         save_file({**tensors, **change}, path, metadata=metadata)
-        refused(match)
+        assert_rejected(match)
     save_file({k: v for k, v in tensors.items() if k != "mask"}, path, metadata=metadata)
-    refused("'mask' is missing")
+    assert_rejected("'mask' is missing")
 
 
-def test_a_replay_that_is_too_large_is_refused_by_its_header(tmp_path, monkeypatch):
+def test_a_too_large_replay_is_rejected_by_its_header(tmp_path, monkeypatch):
     with pytest.raises(DriftError) as caught:
         monitor(tmp_path).log(0, *batch(), context={"big": torch.zeros(1000)})
     monkeypatch.setattr(replay, "MAX_VALUES", 999)
-    with pytest.raises(InputError, match="'context.big' holds 1000 values"):
+    with pytest.raises(InputError, match="'context.big': at most 999 values are supported, got 1000"):
         drift.load_replay(caught.value.replay)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_on_a_gpu(tmp_path):
+def test_gpu_tensors_give_the_same_records(tmp_path):
     rollout, training, mask = batch()
     tokens = torch.arange(rollout.numel()).reshape(rollout.shape)
     for device in ("cpu", "cuda"):
@@ -710,12 +714,12 @@ def test_tensors_on_a_gpu(tmp_path):
         )
     host, card = (lines(tmp_path / device)[0] for device in ("cpu", "cuda"))
     assert {**host, "time": 0} == {**card, "time": 0}
-    with pytest.raises(InputError, match="contract: .*rollout_logp lies on cuda"):
+    with pytest.raises(InputError, match="contract: rollout_logp is on cuda"):
         monitor(tmp_path / "other").log(0, rollout.cuda(), rollout.cuda(), mask)
     with pytest.raises(DriftError) as caught:
         monitor(tmp_path / "aligned", alignkit.contract_id("cuda")).log(
             0, rollout.cuda(), training.cuda(), mask.cuda(), tokens=tokens.cuda(), weights={"a": rollout.cuda()}
         )
-    kept = drift.load_replay(caught.value.replay)
-    assert torch.equal(kept.train_logp.view(torch.int32), training.view(torch.int32))
-    assert kept.info["weights"] == drift.weights_digest({"a": rollout})
+    saved = drift.load_replay(caught.value.replay)
+    assert torch.equal(saved.train_logp.view(torch.int32), training.view(torch.int32))
+    assert saved.info["weights"] == drift.weights_digest({"a": rollout})

@@ -1,4 +1,4 @@
-"""The benchmarks of whole engines, small: what they run on GPUs runs here."""
+"""Benchmarks of whole engines at a small size on a CPU."""
 
 import itertools
 import json
@@ -15,12 +15,12 @@ TE_ON_CPU = {
     "PYTHONPATH": os.pathsep.join(
         [str(ROOT / "tests/megatron/te_on_cpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
     ),
-    "TORCHDYNAMO_DISABLE": "1",  # stock fusions are compiled, which takes longer than all else
+    "TORCHDYNAMO_DISABLE": "1",  # compiling the stock fusions would dominate the run time
 }
 
 
 def benchmark(script, *arguments, env=None):
-    """env: more of it."""
+    """Run a benchmark script and return its output; `env` extends the environment."""
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / script, "--size", "small", *map(str, arguments)],
         env=os.environ | (env or {}),
@@ -33,12 +33,11 @@ def benchmark(script, *arguments, env=None):
     return done.stdout
 
 
-def test_the_end_to_end_benchmark(tmp_path):
-    """Packed micro-batches, and several of them; stages and parts of sequences with TransformerEngine's layer spec, of which
-    the tests have their own."""
+def test_e2e_benchmark_is_bit_equal_in_every_pairing(tmp_path):
+    """Covers packed micro-batches, and PP and CP with TransformerEngine's layer spec from `te_on_cpu`."""
     result = tmp_path / "e2e.json"
     layouts = ("tp1-te-pp2-padded", "tp1-te-cp2-packed")
-    for models, more in ((("qwen3", "qwen3-moe"), ()), (("llama-tied",), layouts)):  # two commands fill one file
+    for models, more in ((("qwen3", "qwen3-moe"), ()), (("llama-tied",), layouts)):  # two runs write to one file
         out = benchmark(
             "e2e.py",
             "--models",
@@ -84,11 +83,11 @@ def test_the_end_to_end_benchmark(tmp_path):
     assert all(("routed" in r) == (r["model"] == "qwen3-moe") for r in rows)
     assert all(
         r["rerouted"] == 0 and r["routed"] > 48 for r in rows if r["model"] == "qwen3-moe"
-    )  # prompts' tokens too
+    )  # includes prompt tokens
 
 
-def test_the_cost_benchmark(tmp_path):
-    """TransformerEngine is the tests' own, without its kernels."""
+def test_cost_benchmark_reports_every_engine(tmp_path):
+    """TransformerEngine is `te_on_cpu`."""
     benchmark(
         "cost.py",
         "--engines",
@@ -126,11 +125,11 @@ def test_the_cost_benchmark(tmp_path):
     assert all(r["kernels"] and r["gpu_ms"] > 0 for r in profile)
 
 
-def test_the_cost_of_a_mixture(tmp_path):
-    few = ["--concurrency", 1, "--longest", 40, "--max-tokens", 4, "--shapes", "2x32", "--repeats", 1]
-    which = ["--size", "small-moe", "--engines", "aligned", "--only", "rollout", "training"]
-    eager = {"TORCHDYNAMO_DISABLE": "1"}  # of stock functions that vLLM compiles, for longer than all else takes
-    benchmark("cost.py", *which, *few, "--json", tmp_path, "--out", tmp_path / "out", env=eager)
+def test_cost_benchmark_reports_a_moe_model(tmp_path):
+    small = ["--concurrency", 1, "--longest", 40, "--max-tokens", 4, "--shapes", "2x32", "--repeats", 1]
+    selection = ["--size", "small-moe", "--engines", "aligned", "--only", "rollout", "training"]
+    eager = {"TORCHDYNAMO_DISABLE": "1"}  # compiling vLLM would dominate the run time
+    benchmark("cost.py", *selection, *small, "--json", tmp_path, "--out", tmp_path / "out", env=eager)
     cost = json.loads((tmp_path / "cost.json").read_text())
     cases = [*(f"1 request{more}" for more in ("", ", short prompts", ", prefill")), "2 x 32 tokens"]
     assert {r["case"] for r in cost["rows"]} == {f"small-moe: {case}" for case in cases}
@@ -139,16 +138,16 @@ def test_the_cost_of_a_mixture(tmp_path):
     assert run["engines"]["training aligned"] == {"experts": "SequentialMLP"}
 
 
-def test_a_profile_of_training_alone(tmp_path):
-    few = ["--size", "small", "--engines", "aligned", "--shapes", "2x32", "--repeats", 1]
-    benchmark("cost.py", "--only", "training", "profile", *few, "--json", tmp_path, "--out", tmp_path / "out")
+def test_cost_benchmark_profiles_training_alone(tmp_path):
+    small = ["--size", "small", "--engines", "aligned", "--shapes", "2x32", "--repeats", 1]
+    benchmark("cost.py", "--only", "training", "profile", *small, "--json", tmp_path, "--out", tmp_path / "out")
     for name in ("cost", "profile"):
         rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
         assert {(r["what"], r["engine"]) for r in rows} == {("training", "aligned")}
 
 
-def test_the_benchmark_of_long_contexts(tmp_path):
-    """Two engines by turns, started once each; the second time prompts are found in the prefix cache, or it fails."""
+def test_long_context_benchmark_interleaves_two_engines(tmp_path):
+    """Each engine starts once; the benchmark fails unless the repeated prompts hit the prefix cache."""
     result, eager = tmp_path / "long.json", {"TORCHDYNAMO_DISABLE": "1"}
     cells = ["--engines", "aligned", "stock", "--cells", "3x300x33", "1x800x33", "--repeats", 1, "--side-by-side", 2]
     out = benchmark("long.py", *cells, "--json", result, "--out", tmp_path / "out", env=eager)
@@ -156,10 +155,10 @@ def test_the_benchmark_of_long_contexts(tmp_path):
     results = json.loads(result.read_text())
     rows = {(r["engine"], r["requests"], r["prompt"]): r for r in results["rows"]}
     assert rows.keys() == {(engine, *cell) for engine in ("aligned", "stock") for cell in ((3, 300), (1, 800))}
-    for r in rows.values():  # of few tokens more often
+    for r in rows.values():  # cells with few tokens have more repeats
         assert len(r["prefill_seconds"]) == len(r["decode_seconds"]) == 5 and (r["tp"], r["out"]) == (1, 33)
         assert r["prefill_s"] > 0 and r["x_prefill"] > 0
-        decoding = statistics.median(r["decode_seconds"])  # so few tokens' time may be lost in a busy machine's noise
+        decoding = statistics.median(r["decode_seconds"])  # can be 0 for so few tokens on a busy machine
         assert r["decode_tok_s"] == (pytest.approx(r["requests"] * 28 / decoding) if decoding > 0 else None)
         stock = rows["stock", r["requests"], r["prompt"]]["decode_tok_s"]
         assert r["x_decode"] == (r["decode_tok_s"] / stock if stock and r["decode_tok_s"] else None)
@@ -169,7 +168,7 @@ def test_the_benchmark_of_long_contexts(tmp_path):
     assert run["engines"]["aligned TP 1"]["status"]["patched"] and not run["engines"]["stock TP 1"]["status"]["patched"]
 
 
-def test_where_the_drift_comes_from(tmp_path):
+def test_where_drift_benchmark_finds_the_first_op_that_differs(tmp_path):
     result = tmp_path / "where_drift.json"
     benchmark(
         "where_drift.py", "--device", "cpu", "--quick", "--ops", "rms_norm", "--json", result, "--out", tmp_path / "out"
@@ -179,7 +178,7 @@ def test_where_the_drift_comes_from(tmp_path):
     assert {r["failure"] for r in rows.values()} == {None}
     stock, aligned, exchanged = rows.values()
     assert aligned["first"] is None and aligned["bit_equal"] == aligned["tokens"] and aligned["max_abs"] == 0
-    # Every point of every token, of which the last of a sequence has no logprob.
+    # All points cover every token, except logprobs, which the last token of each of the 8 sequences lacks.
     points, logprob = aligned["points"], aligned["points"][-1]
     assert aligned["missing"] == [] and len(points) == 38
     assert {p["compared"] for p in points[:-1]} == {logprob["compared"] + 8} and logprob["compared"] == aligned[

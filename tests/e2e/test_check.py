@@ -1,4 +1,4 @@
-"""`alignkit check --full`: every pairing of rollout and training, on real engines."""
+"""Pairings of rollout and training of `alignkit check` on real engines."""
 
 import itertools
 import json
@@ -13,21 +13,25 @@ from alignkit.cli import main
 ROLLOUTS = {"batch", "one", "chunked", "prefix", "prompt_logprobs", "tp2"}
 TRAININGS = {f"{tp}-{mode}" for tp in ("tp1", "tp2", "tp2-sp") for mode in ("one", "padded")}
 STOCK = set(itertools.product(["bfloat16"], ("batch", "one"), ("tp1-one", "tp1-padded")))
-"""Enough of stock's pairs to show that the model drifts: on one that does not, equal bits would prove nothing. In fp32 they are
-compared in tests/vllm/test_invariance.py."""
+"""Stock pairings that show that the model drifts; without drift, equal bits would prove nothing.
+
+tests/vllm/test_invariance.py compares stock engines in fp32.
+"""
 TOKENS = 16
-"""Sampled after each prompt: on from 17, 64 and 190 tokens, say, a sequence comes into a new block of the cache."""
+"""Tokens sampled per prompt; prompts of 17, 64 and 190 tokens reach a new KV cache block."""
 SMALL = {"hidden": 256, "layers": 2, "heads": 4, "intermediate": 512}
-"""Its row-parallel layers still have all eight leaves."""
+"""Small sizes at which row-parallel layers still have all eight k-tree leaves."""
 
 
 @pytest.mark.slow
 def test_every_pairing_is_bit_equal(tmp_path, monkeypatch, capfd):
-    every, out = plan.rows, tmp_path / "results"
+    all_rows, out = plan.rows, tmp_path / "results"
     monkeypatch.setattr(
         plan,
         "rows",
-        lambda *args: [row for row in every(*args) if row.patched or (row.dtype, row.rollout, row.training) in STOCK],
+        lambda *args: [
+            row for row in all_rows(*args) if row.patched or (row.dtype, row.rollout, row.training) in STOCK
+        ],
     )
     model = make_checkpoint(tmp_path / "model", dtype=torch.bfloat16, **SMALL)
     command = ["check", "--full", "--tp", "2", "--max-tokens", str(TOKENS), "--model", str(model), "--out", str(out)]
@@ -55,7 +59,7 @@ def test_every_pairing_is_bit_equal(tmp_path, monkeypatch, capfd):
 
 
 def test_some_pairings_are_bit_equal(tmp_path, monkeypatch):
-    """Two rollouts and two trainings of a dense model."""
+    """Fast subset: two rollouts and two trainings of a dense model."""
     pairs = (("batch", "tp1-padded"), ("chunked", "tp2-sp-one"))
     rows = [plan.Row("bfloat16", *pair, True) for pair in pairs]
     monkeypatch.setattr(plan, "rows", lambda *args: rows)
@@ -66,8 +70,7 @@ def test_some_pairings_are_bit_equal(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_tokens_keep_their_experts(tmp_path, monkeypatch):
-    """Of stock engines some go to others."""
+def test_routing_is_equal_when_aligned_and_differs_when_stock(tmp_path, monkeypatch):
     rows = [plan.Row("bfloat16", "batch", "tp1-padded", patched) for patched in (False, True)]
     monkeypatch.setattr(plan, "rows", lambda *args: rows)
     model = make_checkpoint(tmp_path / "model", "qwen3_moe", torch.bfloat16, **SMALL | {"intermediate": 128})

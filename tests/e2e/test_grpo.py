@@ -1,4 +1,4 @@
-"""The GRPO example: rollout, recomputation, a step, new weights in the running engine; the ratio stays exactly 1."""
+"""GRPO example: rollout, recomputation, training step and weight update of the running engine."""
 
 import json
 import subprocess
@@ -27,14 +27,14 @@ def run(tmp_path, *arguments):
         pytest.param("bfloat16", "qwen3-moe", 2, marks=pytest.mark.slow),
     ],
 )
-def test_aligned(tmp_path, dtype, family, steps):
+def test_aligned_engines_keep_the_ratio_at_exactly_1(tmp_path, dtype, family, steps):
     rows = run(tmp_path, "--dtype", dtype, "--model-family", family, "--steps", str(steps))
     assert [row["step"] for row in rows] == list(range(steps))
     for row in rows:
         assert row["bit_equal"] == row["tokens"] > 0, row
         assert row["ratio_min"] == row["ratio_max"] == 1.0 and row["kl"] == 0.0, row
-        assert row["weights_moved"] > 1000, row  # so later steps compare weights that travelled
-    assert rows[-1]["reward"] > rows[0]["reward"]  # and the gradients point the right way
+        assert row["weights_moved"] > 1000, row  # later steps compare updated weights
+    assert rows[-1]["reward"] > rows[0]["reward"]  # the gradients increase the reward
 
 
 @pytest.mark.slow
@@ -43,10 +43,10 @@ def test_stock_engines_drift(tmp_path):
     assert row["bit_equal"] < row["tokens"] and row["ratio_max"] > 1.0 and row["kl"] > 0.0, row
 
 
-def test_the_picture(tmp_path):
+def test_plot_writes_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     row = {"engines": "stock", "ratio_min": 0.9, "ratio_max": 1.1, "kl": 1e-3, "reward": 0.5}
     (tmp_path / "a.json").write_text(json.dumps([row | {"step": i} for i in range(3)]))
-    picture = tmp_path / "a.png"
-    subprocess.run([sys.executable, EXAMPLE, "--rows", tmp_path / "a.json", "--plot", picture], check=True, timeout=120)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    plot = tmp_path / "a.png"
+    subprocess.run([sys.executable, EXAMPLE, "--rows", tmp_path / "a.json", "--plot", plot], check=True, timeout=120)
+    assert plot.read_bytes().startswith(b"\x89PNG")

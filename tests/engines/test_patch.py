@@ -1,4 +1,4 @@
-"""What both adapters' patches do, on an engine of this file."""
+"""The patch base class of both adapters (alignkit/engines/patch.py), tested on a fake engine."""
 
 import types
 
@@ -42,7 +42,7 @@ def stock():
 STOCK = ("stock", "stock", "stock", False)
 
 
-def test_replaces_and_restores():
+def test_apply_replaces_and_undo_restores():
     with EnginePatch.apply(size=7) as handle:
         assert stock() == (7, "ours", "ours", True)
         assert EnginePatch.apply(size=7) is handle is EnginePatch.live()
@@ -57,20 +57,20 @@ def test_replaces_and_restores():
     handle.undo()
 
 
-def test_other_options_are_named():
+def test_a_second_apply_with_other_options_is_rejected():
     with EnginePatch.apply(size=7), pytest.raises(InputError, match="size: 8, but the engine is patched with 7"):
         EnginePatch.apply(size=8)
     assert stock() == STOCK
 
 
-def test_a_patch_that_fails_leaves_nothing(monkeypatch):
+def test_a_patch_that_fails_restores_everything(monkeypatch):
     monkeypatch.setattr(EnginePatch, "fails", True)
     with pytest.raises(RuntimeError, match="half-way"):
         EnginePatch.apply(size=7)
     assert stock() == STOCK and EnginePatch.live() is None
 
 
-def test_undo_overwrites_nobody(monkeypatch):
+def test_undo_rejects_a_later_replacement(monkeypatch):
     handle = EnginePatch.apply(size=7)
     monkeypatch.setattr(module, "function", "theirs")
     with pytest.raises(UnsupportedError, match="engine.module.function: has been replaced since patch_engine"):
@@ -82,7 +82,7 @@ def test_undo_overwrites_nobody(monkeypatch):
     assert stock() == STOCK
 
 
-def test_patches_of_two_engines_are_two():
+def test_patches_of_two_engines_are_independent():
     class Other(Patch):
         engine, command = "another", "patch_other"
 

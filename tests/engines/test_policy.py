@@ -1,4 +1,4 @@
-"""The reader of tables, on a configuration of this file."""
+"""Policy tables (alignkit/engines/policy.py), tested on fake configurations."""
 
 import dataclasses
 import functools
@@ -10,13 +10,13 @@ from alignkit.engines.policy import Policy, Row, default, only, refusals
 
 POLICY = Policy(
     free="size rank",
-    inert=("moe_",),
+    ignored_prefixes=("moe_",),
     rows=(
         Row("kind", lambda kind, _: kind != "a", "{field} {value} is not b"),
         Row("kind", lambda kind, limit: len(kind) <= limit, lambda kind, limit: f"{kind} is longer than {limit}"),
         only("norm", "rms", "another norm"),
     ),
-    called={"window": "sliding window"},
+    labels={"window": "sliding window"},
 )
 
 
@@ -38,14 +38,14 @@ class Described:
     newer: dict = pydantic.Field(default_factory=dict)
 
 
-def said(config, limit=3):
-    rows = POLICY.over([f.name for f in dataclasses.fields(config)], functools.partial(default, type(config)))
+def reasons_for(config, limit=3):
+    rows = POLICY.rows_for([f.name for f in dataclasses.fields(config)], functools.partial(default, type(config)))
     return list(refusals(config, rows, limit))
 
 
 @pytest.mark.parametrize("config", [Config(9), Config(1, moe_experts=2), Described(9)])
-def test_what_is_known_is_allowed(config):
-    assert said(config) == []
+def test_allowed_values_give_no_refusal(config):
+    assert reasons_for(config) == []
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def test_what_is_known_is_allowed(config):
     ],
 )
 @pytest.mark.parametrize("kind", [Config, Described])
-def test_what_is_not_is_named(kind, change, expected):
-    assert said(kind(size=1, **change)) == expected
+def test_unsupported_values_are_named(kind, change, expected):
+    assert reasons_for(kind(size=1, **change)) == expected
 
 
-def test_a_value_that_is_demanded():
-    assert said(Config(1, norm="layer")) == ["norm (another norm): 'layer' is not supported, only 'rms'"]
+def test_a_field_must_have_its_required_value():
+    assert reasons_for(Config(1, norm="layer")) == ["norm (another norm): 'layer' is not supported, only 'rms'"]
 
 
-def test_an_unknown_field_without_a_default():
+def test_an_unknown_field_without_a_default_is_named():
     assert default(Described, "size") is default(Config, "size")
-    (refusal,) = refusals(Config(1), Policy(free="").over(["size"], functools.partial(default, Config)))
+    (refusal,) = refusals(Config(1), Policy(free="").rows_for(["size"], functools.partial(default, Config)))
     assert refusal.startswith("size: 1 is not supported")

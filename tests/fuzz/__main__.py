@@ -1,5 +1,8 @@
-"""``python -m tests.fuzz``: drawn calls of the ops, each right to the bit or one clear error, and two tensor-parallel
-ranks of which one is given something else. Exit status 1 if there was anything but these."""
+"""``python -m tests.fuzz``: run random calls of the ops, and random faults on one of two tensor-parallel ranks.
+
+A call must return the right bits or raise one clear error, and a fault must raise on both ranks. The exit status is 1
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,19 @@ from .judge import GOOD, VERDICTS
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.partition("``: ")[2])
-    parser.add_argument("--calls", type=int, default=3000, help="drawn calls of the ops")
-    parser.add_argument("--rank-faults", type=int, default=60, help="drawn faults on one of two ranks")
-    parser.add_argument("--seed", type=int, default=0, help="which population they are drawn from")
-    parser.add_argument("--workers", type=int, help="processes that make calls (default: one for each core)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the two ranks")
-    parser.add_argument("--only", type=_numbers, metavar="SEED:INDEX", help="repeat this call alone")
-    parser.add_argument("--only-fault", type=_numbers, metavar="SEED:INDEX", help="repeat this fault alone")
-    parser.add_argument("--out", type=Path, help="JSON file for the counts and what failed")
+    parser.add_argument("--calls", type=int, default=3000, help="number of random calls of the ops")
+    parser.add_argument("--rank-faults", type=int, default=60, help="number of random faults on one of two ranks")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random calls and faults")
+    parser.add_argument("--workers", type=int, help="worker processes for the calls (default: one per core)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the two ranks")
+    parser.add_argument("--only", type=_numbers, metavar="SEED:INDEX", help="repeat only this call")
+    parser.add_argument("--only-fault", type=_numbers, metavar="SEED:INDEX", help="repeat only this fault")
+    parser.add_argument("--out", type=Path, help="JSON file for the counts and the failures")
     options = parser.parse_args(arguments)
-    if options.rank_faults and not run.MEGATRON:
+    if options.rank_faults and not run.HAS_MEGATRON:
         parser.error("--rank-faults: Megatron-core is not installed")
     if options.device == "cuda" and not run.two_gpus():
-        parser.error("--device cuda: there are no two GPUs")
+        parser.error("--device cuda: needs two GPUs")
 
     tallies = {}
     if options.only:
@@ -60,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, tally in tallies.items():
         Console(width=None if sys.stdout.isatty() else 100).print(_table(name, tally))
         if tally.failures:
-            print(tally.told())
+            print(tally.report())
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(

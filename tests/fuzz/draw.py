@@ -1,7 +1,10 @@
-"""A drawn call: a well-formed problem, then what is strange about how it is called, or wrong.
+"""Random calls: a well-formed problem, then unusual forms of its arguments, or errors in them.
 
-What is done to a problem says what may come of it. `ANSWER`: the bits of the well-formed twin. `REFUSE`: one clear
-error. `EITHER`: a caller could mean the twin, and the documentation does not promise it: these bits or one clear error.
+The changes to a problem determine the allowed outcomes. `ANSWER`: the bits of the well-formed twin. `REFUSE`: one clear
+error. `EITHER`: either of the two, because a caller may mean the twin but the documentation does not promise it.
+
+Any change to the random choices here or in problems.py changes the calls that SEED:INDEX names. `names` are beginnings
+of the ops' error messages, and change with them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,13 @@ ANSWER, EITHER, REFUSE = "answer", "either", "refuse"
 
 @dataclass
 class Draw:
-    """args: what the op is called with. twin: the well-formed call with the same meaning."""
+    """A generated call.
+
+    Attributes:
+        args: Arguments of the call.
+        twin: Arguments of the well-formed call with the same meaning.
+        leaves: Arguments whose gradients are computed.
+    """
 
     problem: Problem
     args: dict[str, Any]
@@ -35,66 +44,66 @@ class Draw:
     leaves: list[str]
     must: str = ANSWER
     touched: set[str] = field(default_factory=set)
-    """Arguments that are wrong."""
+    """Invalid arguments."""
     names: set[str] = field(default_factory=set)
-    """What the message of an error may begin with."""
+    """Allowed beginnings of an error message."""
     what: list[str] = field(default_factory=list)
-    """What is strange or wrong, in words."""
+    """Descriptions of the changes."""
     forward: list[str] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
     before: list[str] | None = None
-    """Modes under which the same is called once before."""
+    """Modes of an earlier call of the twin; None for no such call."""
     gradient: str = "plain"
     twice: str = ""
-    """For a second derivative: of what."""
+    """Gradients to differentiate again; empty for no second derivative."""
     wrap: str = ""
     wrapped: str = ""
-    """A function transform, and of which argument."""
+    """A function transform (`wrap`) and the argument to which it applies."""
 
-    def worst(self, must: str) -> None:
+    def tighten(self, must: str) -> None:
         self.must = max(self.must, must, key=(ANSWER, EITHER, REFUSE).index)
 
     def text(self) -> str:
-        """The call in a line."""
+        """Return the call as one line."""
         args = ", ".join(f"{n}={describe(v)}" for n, v in self.args.items())
-        how = [*self.what]
+        changes = [*self.what]
         for where, names in (("forward in", self.forward), ("backward in", self.backward), ("before in", self.before)):
             if names or (where == "before in" and names is not None):
-                how.append(f"{where} {', '.join(names) or 'no mode'}")
+                changes.append(f"{where} {', '.join(names) or 'no mode'}")
         if self.leaves:
-            how.append(
+            changes.append(
                 f"gradients of {', '.join(self.leaves)}, given {self.gradient}"
                 + (f", then the second derivative, of {self.twice}" if self.twice else "")
             )
-        return f"{self.problem.op}({args})" + "".join(f"; {h}" for h in how) + f"; must {self.must}"
+        return f"{self.problem.op}({args})" + "".join(f"; {change}" for change in changes) + f"; must {self.must}"
 
 
 def describe(v: Any) -> str:
-    """A value in a few words, without looking at tensors' data."""
+    """Return a short description of a value, without tensor data."""
     try:
         if isinstance(v, torch.Tensor):
             kind = type(v).__name__ if type(v) is not torch.Tensor else ""
             if v.is_nested:
                 return f"[{str(v.dtype).removeprefix('torch.')} nested]"
-            how = "" if v.layout != torch.strided else f" strides {tuple(v.stride())}"
+            strides = "" if v.layout != torch.strided else f" strides {tuple(v.stride())}"
             where = "" if v.device.type == "cpu" else f" on {v.device}"
-            return f"{kind}[{str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}{how}{where}]"
+            return f"{kind}[{str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}{strides}{where}]"
         return re.sub(r" object at 0x\w+", "", repr(v))[:60]
     except Exception as e:
         return f"<{type(v).__name__}: {type(e).__name__}>"
 
 
 def draw(seed: int, index: int) -> Draw:
-    """Call `index` of the population `seed`."""
+    """Return random call `index` of `seed`."""
     rng = random.Random(f"{seed}:{index}")
     s = Source(rng)
     p = problem(s)
-    d = Draw(p, _fresh(p), _fresh(p), [])
+    d = Draw(p, _clone_arguments(p), _clone_arguments(p), [])
     if not p.forward_only and s.chance(0.6):
         d.leaves = [n for n, t in p.tensors().items() if t.leaf and s.chance(0.8)]
         d.gradient = rng.choice(("plain", "plain", "expanded", "transposed", "negative bit", "float64", "one of them"))
     for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 3))):
-        rng.choice((_stride, _stride, _stride, _alias, _mode, _mode, _mode, _history))(d, s)
+        rng.choice((_stride, _stride, _stride, _alias, _mode, _mode, _mode, _earlier_call))(d, s)
     fault = rng.random()
     if fault < 0.5:
         for _ in range(1 if fault < 0.42 else 2):
@@ -104,20 +113,20 @@ def draw(seed: int, index: int) -> Draw:
     if d.leaves and s.chance(0.08):
         _wrong_backward(d, s)
     elif p.schema and s.chance(0.08) and not set(d.forward) & set(modes.FORWARD):
-        d.leaves = [n for n, t in p.tensors().items() if t.leaf and not _of_inference(d.args[n])]
-        if d.leaves:  # it has no gradients
-            d.worst(REFUSE)
+        d.leaves = [n for n, t in p.tensors().items() if t.leaf and not _is_inference_tensor(d.args[n])]
+        if d.leaves:  # the op has no gradients
+            d.tighten(REFUSE)
             d.names |= {p.op, "backward", "gradient"}
     d.names |= {"device"} | ({"table"} if p.op == "rope" else set())
     for n in d.leaves:
         for args in (d.args, d.twin):
-            args[n] = _leaf(args[n])
+            args[n] = _as_leaf(args[n])
     d.leaves = [n for n in d.leaves if isinstance(d.args[n], torch.Tensor) and d.args[n].requires_grad]
     return d
 
 
-def _second(p: Problem, leaves: list[str]) -> bool:
-    """Whether the gradients of `leaves` depend on the arguments, not only on the gradients of the results."""
+def _depends_on_arguments(p: Problem, leaves: list[str]) -> bool:
+    """Return whether the gradients of `leaves` depend on the arguments, not only on the incoming gradients."""
     return {
         "rope": False,
         "linear": {"x", "weight"} <= set(leaves),
@@ -125,27 +134,27 @@ def _second(p: Problem, leaves: list[str]) -> bool:
     }.get(p.op, True)
 
 
-def _fresh(p: Problem) -> dict[str, Any]:
+def _clone_arguments(p: Problem) -> dict[str, Any]:
     return {n: a.value.clone() if isinstance(a.value, torch.Tensor) else a.value for n, a in p.given.items()}
 
 
-def _of_inference(t: Any) -> bool:
+def _is_inference_tensor(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.is_inference()
 
 
-def _leaf(t: Any) -> Any:
+def _as_leaf(t: Any) -> Any:
     if isinstance(t, torch.Tensor) and not isinstance(t, (torch.nn.UninitializedParameter, _Opaque)):
-        with contextlib.suppress(RuntimeError):  # what is no float, and tensors of inference mode, cannot be one
+        with contextlib.suppress(RuntimeError):  # integer and inference tensors cannot be leaves
             return t.requires_grad_() if isinstance(t, torch.nn.Parameter) else t.detach().requires_grad_()
     return t
 
 
-# The same values in another form.
+# Equal values in another form.
 
 
 def _stride(d: Draw, s: Source) -> None:
-    """Another layout of a tensor's memory."""
-    # What is written has to lie as documented.
+    """Change the memory layout of a tensor."""
+    # Output tensors must have the documented layout.
     names = [n for n, t in d.problem.tensors().items() if not t.written and type(d.args[n]) is torch.Tensor]
     if not names:
         return
@@ -153,7 +162,7 @@ def _stride(d: Draw, s: Source) -> None:
     t = d.args[name]
     if t.dtype == torch.bool or t.layout != torch.strided or t.device.type != "cpu" or t.is_inference():
         return
-    how = s.rng.choice(
+    form = s.rng.choice(
         (
             "transposed",
             "stepped",
@@ -168,54 +177,54 @@ def _stride(d: Draw, s: Source) -> None:
         )
     )
     floating = t.dtype.is_floating_point
-    if how == "transposed" and t.ndim > 1:
+    if form == "transposed" and t.ndim > 1:
         a, b = s.rng.sample(range(t.ndim), 2)
         t = t.transpose(a, b).contiguous().transpose(a, b)
-    elif how == "stepped" and t.ndim:
+    elif form == "stepped" and t.ndim:
         dim, step = s.rng.randrange(t.ndim), s.rng.choice((2, 3))
         big = torch.full([n * step if i == dim else n for i, n in enumerate(t.shape)], 7, dtype=t.dtype, device="cpu")
         part = big[tuple(slice(None, None, step) if i == dim else slice(None) for i in range(t.ndim))]
         t = part.copy_(t)
-    elif how == "offset":
+    elif form == "offset":
         big = torch.zeros(t.numel() + 3, dtype=t.dtype, device="cpu")
         t = big[1 : 1 + t.numel()].view(t.shape).copy_(t)
-    elif how == "negative bit" and floating:
+    elif form == "negative bit" and floating:
         t = torch._neg_view(t.neg())
-    elif how == "imaginary part" and t.dtype == torch.float32:
+    elif form == "imaginary part" and t.dtype == torch.float32:
         t = torch.complex(t, t.neg()).conj().imag
-    elif how == "expanded" and t.ndim and floating and t.numel():
+    elif form == "expanded" and t.ndim and floating and t.numel():
         dim = s.rng.randrange(t.ndim)
         t = t.narrow(dim, 0, 1).expand(t.shape)
         d.twin[name] = t.clone(memory_format=torch.contiguous_format)
-    elif how == "windows" and t.ndim > 1 and floating and t.numel():
+    elif form == "windows" and t.ndim > 1 and floating and t.numel():
         flat = t.flatten()
         t = flat.as_strided(t.shape, [1] * t.ndim) if sum(t.shape) <= len(flat) else t
         d.twin[name] = t.clone(memory_format=torch.contiguous_format)
-    elif how == "view":
+    elif form == "view":
         t = t.reshape(-1).view(t.shape)
-    elif how == "inference tensor":
-        if d.leaves:  # torch saves none for a backward pass
+    elif form == "inference tensor":
+        if d.leaves:  # torch cannot save inference tensors for backward
             return
         with torch.inference_mode():
             t = t.clone()
-    elif how == "parameter" and floating:
+    elif form == "parameter" and floating:
         t = torch.nn.Parameter(t)
         if name not in d.leaves:
             t.requires_grad_(False)
     else:
         return
     d.args[name] = t
-    d.what.append(f"{name}: {how}")
-    if how in ("negative bit", "imaginary part"):
-        d.worst(EITHER)  # its memory does not hold its values
+    d.what.append(f"{name}: {form}")
+    if form in ("negative bit", "imaginary part"):
+        d.tighten(EITHER)  # its memory does not hold the values
         d.names.add(name)
-    if name in ("k_cache", "v_cache") and how in ("transposed", "stepped", "imaginary part", "expanded", "windows"):
-        d.worst(EITHER)  # some cannot be viewed as rows
-        d.names |= {name, "k_cache, v_cache"}
+    if name in ("k_cache", "v_cache") and form in ("transposed", "stepped", "imaginary part", "expanded", "windows"):
+        d.tighten(EITHER)  # some layouts cannot be viewed as rows
+        d.names.add(name)
 
 
 def _alias(d: Draw, s: Source) -> None:
-    """The same tensor for two arguments."""
+    """Pass the same tensor for two arguments."""
     tensors = [n for n, t in d.problem.tensors().items() if not t.written]
     free = [n for n in tensors if type(d.args[n]) is torch.Tensor and n not in d.leaves]
     pairs = [
@@ -231,15 +240,15 @@ def _alias(d: Draw, s: Source) -> None:
         a, b = s.rng.choice(pairs)
         if d.args[a].dtype.is_floating_point:
             d.args[b], d.twin[b] = d.args[a], d.twin[a]
-            d.names |= {b} if a in d.names else set()  # what is strange about one is about both
+            d.names |= {b} if a in d.names else set()  # a change to one argument affects both
             d.what.append(f"{b} is {a}")
 
 
 def _mode(d: Draw, s: Source) -> None:
-    """A state of the process."""
+    """Add a mode to the forward, the backward or both."""
     if s.chance(0.1):
         name = s.rng.choice(list(modes.ODD))
-        d.worst(EITHER)
+        d.tighten(EITHER)
         d.names |= {name, "mode", "TorchDispatchMode", "TorchFunctionMode", *d.problem.given}
     elif s.chance(0.15):
         name = s.rng.choice(list(modes.FORWARD))
@@ -254,12 +263,12 @@ def _mode(d: Draw, s: Source) -> None:
             modes_there.append(name)
 
 
-def _history(d: Draw, s: Source) -> None:
-    """The same call once before, in a state of its own."""
+def _earlier_call(d: Draw, s: Source) -> None:
+    """Make the same call earlier, under other modes."""
     d.before = [s.rng.choice((*modes.FORWARD, *modes.SAFE))] if s.chance(0.9) else []
 
 
-# Arguments that are wrong.
+# Invalid arguments.
 
 
 class _Raises:
@@ -290,7 +299,7 @@ NEVER = [
     lambda v: complex(1, 2),
     lambda v: _Raises(),
     lambda v: _Plain(),
-    lambda v: torch.ones(2, dtype=torch.float64),  # of fp32 it might be the temperatures of two rows
+    lambda v: torch.ones(2, dtype=torch.float64),  # an fp32 tensor could hold the temperatures of two rows
     lambda v: torch.tensor(1.0, device="meta"),
     lambda v: np.ones(3),
     lambda v: int,
@@ -298,7 +307,7 @@ NEVER = [
     lambda v: np.float32("nan"),
     lambda v: float("-inf"),
 ]
-"""No kind of number or flag."""
+"""Values that are invalid for every number and flag."""
 NUMBERS = [
     np.float64,
     np.float32,
@@ -335,7 +344,7 @@ KINDS = {
     "group": ["nobody"],
     "score": ["best", "", "Softmax", None, 1],
 }
-"""By kind: values that are refused."""
+"""Invalid values by kind of argument."""
 
 
 RELATED = {
@@ -350,11 +359,11 @@ RELATED = {
     "groups": ("top_groups", "top_k"),
     "top_groups": ("top_k",),
 }
-"""What a value of an argument may make wrong."""
+"""Other arguments that an error about an argument's value may name."""
 
 
 def _wrong_scalar(d: Draw, s: Source) -> None:
-    """Another kind of thing where a number or flag is taken, or one out of range."""
+    """Replace a number or flag by an object of another kind, or by a value out of range."""
     scalars = {n: a for n, a in d.problem.given.items() if isinstance(a, Scalar) and n not in d.touched}
     if not scalars:
         return
@@ -415,18 +424,18 @@ def _wrong_scalar(d: Draw, s: Source) -> None:
             except (OverflowError, ValueError):
                 return
     d.args[name] = put
-    d.worst(must)
+    d.tighten(must)
     d.touched.add(name)
     d.names |= {name, *RELATED.get(name, ())}
     d.what.append(f"{name}: {describe(put)}")
 
 
 class Subclass(torch.Tensor):
-    """A tensor that is none of torch's own."""
+    """A user's tensor subclass."""
 
 
 class _Opaque(torch.Tensor):
-    """A wrapper without data."""
+    """A wrapper subclass without data."""
 
     @staticmethod
     def __new__(cls, t):
@@ -437,7 +446,7 @@ class _Opaque(torch.Tensor):
 
 
 class _Duck:
-    """Something that looks like a tensor."""
+    """An object with a tensor's attributes."""
 
     def __init__(self, t):
         self.dtype, self.shape, self.ndim, self.device, self.layout = t.dtype, t.shape, t.ndim, t.device, t.layout
@@ -492,13 +501,13 @@ FORMS = {
     "looks like a tensor": _Duck,
     "an object that raises": lambda t: _Raises(),
 }
-"""By name: what is no tensor that an op can take."""
+"""Invalid replacements of a tensor, by name."""
 ODD_FORMS = {"subclass": lambda t: t.as_subclass(Subclass), "functional": _functional}
-"""What it may take or refuse."""
+"""Replacements that an op may accept or reject."""
 
 
 def _wrong_tensor(d: Draw, s: Source) -> None:
-    """Something else in the place of a tensor."""
+    """Replace a tensor by another object."""
     names = [n for n, a in d.problem.given.items() if isinstance(a, Tensor) and n not in d.touched]
     if not names:
         return
@@ -508,37 +517,37 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
         return
     if t is None:
         t = torch.ones(2, 2)
-        how = s.rng.choice(("a string", "a number", "a list", "numpy", "sparse", "a module", "an object that raises"))
+        form = s.rng.choice(("a string", "a number", "a list", "numpy", "sparse", "a module", "an object that raises"))
     else:
         odd = s.chance(0.15)
-        how = s.rng.choice(list(ODD_FORMS if odd else FORMS))
-        if how == "freed" and not t.numel():
+        form = s.rng.choice(list(ODD_FORMS if odd else FORMS))
+        if form == "freed" and not t.numel():
             return
     if (
-        (how == "None" and a.optional)
-        or (how == "uninitialized" and name == "out")
-        or (name == "temperature" and how in ("a number", "a list", "numpy"))
-        or (d.problem.schema and how in ("uninitialized", "opaque", "meta", "fake", "jagged"))
-    ):  # torch answers for those
+        (form == "None" and a.optional)
+        or (form == "uninitialized" and name == "out")
+        or (name == "temperature" and form in ("a number", "a list", "numpy"))
+        or (d.problem.schema and form in ("uninitialized", "opaque", "meta", "fake", "jagged"))
+    ):  # handled by torch before the op runs
         return
     if t.is_inference() or t.is_neg():
         t = t.clone()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            d.args[name] = (FORMS | ODD_FORMS)[how](t)
+            d.args[name] = (FORMS | ODD_FORMS)[form](t)
     except (RuntimeError, TypeError, ValueError, IndexError):
-        return  # torch has no such form of it
-    d.worst(EITHER if how in ODD_FORMS else REFUSE)
+        return  # torch does not support this form
+    d.tighten(EITHER if form in ODD_FORMS else REFUSE)
     d.touched.add(name)
     d.names.add(name)
-    if how in ("meta", "fake"):
+    if form in ("meta", "fake"):
         d.names |= set(d.problem.given)
-    d.what.append(f"{name}: {how}")
+    d.what.append(f"{name}: {form}")
 
 
 def _wrong_shape(d: Draw, s: Source) -> None:
-    """A tensor of another shape; two of them might go together."""
+    """Change the shape of a tensor, once per call: two changed shapes might fit each other."""
     if any(": shape " in what for what in d.what):
         return
     fit = {
@@ -565,10 +574,10 @@ def _wrong_shape(d: Draw, s: Source) -> None:
         d.args[name] = s.floats(*shape, dtype=torch.float32, finite=True).to(t.dtype)
     else:
         d.args[name] = torch.zeros(shape, dtype=t.dtype, device="cpu")
-    d.worst(REFUSE)
+    d.tighten(REFUSE)
     d.touched.add(name)
     d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)}
-    d.names |= {"k_cache, v_cache", "num_chunks", "top_k", "groups"}
+    d.names |= {"num_chunks", "top_k", "groups"}
     d.what.append(f"{name}: shape {tuple(shape)} instead of {tuple(t.shape)}")
 
 
@@ -591,13 +600,13 @@ STRANGE = [
 
 
 def _wrong_dtype(d: Draw, s: Source) -> None:
-    """A tensor, or all of its group, of another type."""
+    """Cast a tensor, or all of its group, to an unsupported dtype."""
     fit = {n: t for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and n not in d.touched}
     if not fit:
         return
     name = s.rng.choice(list(fit))
     a = fit[name]
-    if name == "temperature" and not a.value.ndim:  # a number of any type
+    if name == "temperature" and not a.value.ndim:  # 0-dim: any dtype is valid
         return
     group = [n for n, t in fit.items() if t.group == a.group]
     together = s.chance(0.5)
@@ -607,58 +616,56 @@ def _wrong_dtype(d: Draw, s: Source) -> None:
         t = d.args[n]
         d.args[n] = (t.clone() if t.is_inference() else t).detach().to(dtype)
         d.touched.add(n)
-    d.worst(REFUSE)
+    d.tighten(REFUSE)
     d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)}
     d.what.append(f"{'all of ' if together else ''}{name}: {dtype}")
 
 
 def _own_fault(d: Draw, s: Source) -> None:
-    """A wrong value of this op's own."""
+    """Apply one of the op's own faults."""
     if d.problem.faults and not d.touched:
         what, put, names = s.rng.choice(d.problem.faults)
         put(d.args)
-        d.worst(REFUSE)
+        d.tighten(REFUSE)
         d.touched |= set(d.args)
         d.names |= set(names)
         d.what.append(what)
 
 
 def _wrong_backward(d: Draw, s: Source) -> None:
-    """A gradient of another kind, or a second derivative."""
-    d.worst(REFUSE)
+    """Request a gradient of another kind, or a second derivative."""
+    d.tighten(REFUSE)
     d.names |= {d.problem.op, "backward", "double backward", "gradient"}
-    # A weight's gradient that is added to main_grad is none that could be differentiated.
+    # A weight's gradient that is added to main_grad is not returned and cannot be differentiated.
     returned = [n for n in d.leaves if n != "weight" or d.args.get("main_grad") is None]
     if s.chance(0.4) or not returned:
         d.gradient = s.rng.choice(("sparse", "fake"))
     else:
-        plain = _second(d.problem, d.leaves) and s.chance(0.5)
+        plain = _depends_on_arguments(d.problem, d.leaves) and s.chance(0.5)
         d.twice = "plain gradients" if plain else "gradients that require one"
 
 
 def _transform(d: Draw, s: Source) -> None:
-    """A call inside one of torch's function transforms."""
+    """Call inside one of torch's function transforms."""
     floating = [
         n
         for n, t in d.problem.tensors().items()
         if type(d.args[n]) is torch.Tensor and not t.written and d.args[n].dtype.is_floating_point
     ]
-    if not floating or d.problem.schema:  # the dispatcher knows what its ops are in these
+    if not floating or d.problem.schema:  # the dispatcher handles custom ops in transforms
         return
-    if "saved tensors are cloned" in d.forward:  # torch refuses its transforms beside hooks of saved tensors
+    if "saved tensors are cloned" in d.forward:  # torch rejects transforms with saved-tensor hooks
         return
     d.wrapped = s.rng.choice(floating)
     d.wrap = s.rng.choice(("vmap", "func.grad", "fake mode", "forward AD"))
-    if (
-        d.wrap == "forward AD" and 0 in d.args[d.wrapped].stride()
-    ):  # torch makes no dual of what shares memory with itself
+    if d.wrap == "forward AD" and 0 in d.args[d.wrapped].stride():  # torch makes no dual of overlapping memory
         d.wrapped = d.wrap = ""
         return
     if d.wrap == "forward AD" and {"inference mode", "dispatch mode"} <= set(d.forward):
-        d.wrapped = d.wrap = ""  # torch's own assertion fails where a dual is looked at in both
+        d.wrapped = d.wrap = ""  # an assertion of torch fails in both modes
         return
     lost = d.wrap == "forward AD" and d.problem.given[d.wrapped].leaf and "inference mode" not in d.forward
-    d.worst(REFUSE if d.wrap == "fake mode" or lost else EITHER)
+    d.tighten(REFUSE if d.wrap == "fake mode" or lost else EITHER)
     call = getattr(d.problem.call, "__name__", "")
     d.names |= {d.wrap, d.problem.op, call, "rope_table", "torch.func", "vmap", "forward", *d.problem.given}
     d.leaves, d.twice = [], ""
@@ -666,4 +673,4 @@ def _transform(d: Draw, s: Source) -> None:
 
 
 FAULTS = {_wrong_scalar: 10, _wrong_tensor: 10, _wrong_shape: 7, _wrong_dtype: 5, _own_fault: 8}
-"""How often each is drawn."""
+"""Weight of each generator."""

@@ -1,4 +1,8 @@
-"""Forward passes of a GPTModel on two tensor-parallel ranks, drawn, and what is different or wrong on one of them."""
+"""Random forward passes of a GPTModel on two tensor-parallel ranks, each with a fault on one rank.
+
+Any change to the random choices changes the faults that SEED:INDEX names. Keys of FAULTS are stored in
+benchmarks/results/cpu/fuzz.json.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,17 @@ import torch
 from .draw import ANSWER, EITHER, NEVER, NUMBERS, REFUSE, Subclass, _jagged, _Opaque, _Raises, describe
 
 VOCAB, IGNORE = 300, -100
+"""Vocabulary size and ignored label; Megatron pads 300 to 512 at TP 2, so rank 1 has padding."""
 MODELS = {"qwen3": ("qwen3", torch.bfloat16, False), "llama": ("llama", torch.float32, True)}
-"""Family, type, and whether the output layer is the embedding."""
+"""Architecture, dtype, and whether the output layer shares the embedding's weight."""
 SIZES = dict(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=VOCAB)
 KINDS = ("logprobs", "logprobs", "packed", "loss", "logits")
-"""What is asked: `logprobs` of padded or packed rows, the model's loss, or its logits and Megatron's cross-entropy."""
+"""Kinds of calls: `logprobs` of padded or packed rows, the model's loss, or logits with Megatron's cross-entropy."""
 
 
 @dataclass
 class Call:
-    """One rank's arguments of a forward, as tensors on the CPU."""
+    """Arguments of one rank's forward, as CPU tensors."""
 
     kind: str
     model: str
@@ -38,16 +43,24 @@ class Call:
     return_entropy: Any = False
     ignore_index: Any = IGNORE
     packed: Any = None
-    """What to pass as packed_seq_params instead of what `starts` says."""
+    """Value of packed_seq_params; if None, it follows from `starts`."""
     label_smoothing: float = 0.0
-    logits: Callable = staticmethod(lambda t: t)  # noqa: RUF009 - no method
+    logits: Callable = staticmethod(lambda t: t)  # noqa: RUF009 - a plain function
     around: list[Callable] = field(default_factory=list)
-    """Context managers of the model, entered around the forward."""
+    """Context managers to enter around the forward; each takes the model."""
 
 
 @dataclass
 class Fault:
-    """rank: on which of the two `change` is made to the call. rebuild: the model is no good afterwards."""
+    """A call and its change on one rank.
+
+    Attributes:
+        rank: Rank on which `change` modifies the call.
+        kind: Key of FAULTS, or "control".
+        what: Description of the change.
+        must: ANSWER, EITHER or REFUSE.
+        rebuild: Whether the change leaves the models unusable.
+    """
 
     seed: int
     index: int
@@ -60,7 +73,7 @@ class Fault:
     rebuild: bool = False
 
     def text(self) -> str:
-        """The fault in a line."""
+        """Return the fault as one line."""
         c = self.call
         return (
             f"{c.kind} of {c.model}{', sequence parallel' if c.sequence_parallel else ''}"
@@ -70,7 +83,7 @@ class Fault:
 
 
 def draw(seed: int, index: int) -> Fault:
-    """Fault `index` of the population `seed`; one in ten is none, a control."""
+    """Return random fault `index` of `seed`; one in ten is a control without a fault."""
     rng = random.Random(f"ranks {seed}:{index}")
     call = _call(rng)
     fault = Fault(seed, index, call, rng.randrange(2))
@@ -91,7 +104,7 @@ def _call(rng: random.Random) -> Call:
     tokens = torch.randint(0, VOCAB, (b, s), generator=generator)
     labels = torch.randint(0, VOCAB, (b, s), generator=generator)
     labels = torch.where(torch.rand(b, s, generator=generator) < 0.2, IGNORE, labels)
-    labels[0, 0] = rng.randrange(VOCAB)  # one counts
+    labels[0, 0] = rng.randrange(VOCAB)  # at least one label counts
     positions = torch.arange(s).expand(b, s).contiguous()
     call = Call(kind, model, parallel, rng.random() < 0.3, tokens, positions, None, labels)
     if kind == "packed":
@@ -105,14 +118,14 @@ def _call(rng: random.Random) -> Call:
 
 
 def _arguments(call: Call) -> set[str]:
-    """Which fields `call.kind` uses."""
+    """Return the fields that `call.kind` uses."""
     return {"tokens", "positions", "labels"} | {
         "logprobs": {"mask", "temperature", "return_entropy", "ignore_index"},
         "packed": {"temperature", "return_entropy", "ignore_index", "packed"},
     }.get(call.kind, {"mask"})
 
 
-def _give(fault: Fault, what: str, must: str, **values: Any) -> None:
+def _set_arguments(fault: Fault, what: str, must: str, **values: Any) -> None:
     def change(call: Call) -> None:
         for name, value in values.items():
             setattr(call, name, value)
@@ -120,8 +133,8 @@ def _give(fault: Fault, what: str, must: str, **values: Any) -> None:
     fault.what, fault.must, fault.change = what, must, change
 
 
-def _kind(fault: Fault, rng: random.Random) -> None:
-    """Another kind of thing in the place of an argument."""
+def _wrong_kind(fault: Fault, rng: random.Random) -> None:
+    """Replace an argument by an object of another kind."""
     call = fault.call
     name = rng.choice(sorted(_arguments(call) - {"positions"}))
     old = getattr(call, name)
@@ -179,11 +192,11 @@ def _kind(fault: Fault, rng: random.Random) -> None:
     must = REFUSE
     if name == "mask" and isinstance(value, torch.Tensor) and value.shape[-2:] == (call.tokens.shape[1],) * 2:
         must = EITHER if bool((value.bool() == torch.ones_like(value).bool().triu(1)).all()) else REFUSE
-    _give(fault, f"{name}: {describe(value)}", must, **{name: value})
+    _set_arguments(fault, f"{name}: {describe(value)}", must, **{name: value})
 
 
-def _value(fault: Fault, rng: random.Random) -> None:
-    """Other values of an argument."""
+def _other_value(fault: Fault, rng: random.Random) -> None:
+    """Change the values of an argument."""
     call = fault.call
     name = rng.choice(sorted(_arguments(call) - {"mask", "positions", "return_entropy"}))
     if name == "packed":
@@ -193,7 +206,7 @@ def _value(fault: Fault, rng: random.Random) -> None:
             ([0, n], sorted({0, cut, n}), [*starts[:-1], n - 1], [1, *starts[1:]], [0, n, 0, n], [0.0, n])
         )
         if other != starts:
-            _give(
+            _set_arguments(
                 fault,
                 f"cu_seqlens {other} instead of {starts}",
                 REFUSE,
@@ -204,34 +217,34 @@ def _value(fault: Fault, rng: random.Random) -> None:
         t = call.temperature
         other = t.clone() if isinstance(t, torch.Tensor) else t * rng.choice((0.5, 1.001, 2.0, 1 + 2e-7))
         if isinstance(t, torch.Tensor):
-            at = tuple(rng.randrange(n) for n in t.shape)
-            other[at] *= rng.choice((0.5, 1.01, 2.0))
+            position = tuple(rng.randrange(n) for n in t.shape)
+            other[position] *= rng.choice((0.5, 1.01, 2.0))
         elif rng.random() < 0.3:
             other = torch.full(call.labels.shape, 0.9)
-        _give(fault, f"temperature: other values, {describe(other)}", REFUSE, temperature=other)
+        _set_arguments(fault, f"temperature: other values, {describe(other)}", REFUSE, temperature=other)
         return
     if name == "ignore_index":
-        _give(fault, "ignore_index: another", REFUSE, ignore_index=rng.choice((-1, VOCAB, 5, -101)))
+        _set_arguments(fault, "ignore_index: another", REFUSE, ignore_index=rng.choice((-1, VOCAB, 5, -101)))
         return
     t = getattr(call, name).clone()
-    at = tuple(rng.randrange(n) for n in t.shape)
+    position = tuple(rng.randrange(n) for n in t.shape)
     if name == "labels" and rng.random() < 0.4:
-        new = IGNORE if t[at] != IGNORE else rng.randrange(VOCAB)
+        new = IGNORE if t[position] != IGNORE else rng.randrange(VOCAB)
     else:
         new = rng.choice((rng.randrange(VOCAB), rng.randrange(VOCAB), VOCAB, VOCAB + 3, -1, 2**40, -(2**60)))
-    if t[at] == new:
+    if t[position] == new:
         return
-    what = f"{name}: {new} instead of {int(t[at])} at {at}"
-    t[at] = new
-    _give(fault, what, REFUSE, **{name: t})
+    what = f"{name}: {new} instead of {int(t[position])} at {position}"
+    t[position] = new
+    _set_arguments(fault, what, REFUSE, **{name: t})
 
 
-def _shape(fault: Fault, rng: random.Random) -> None:
-    """Another shape of the tokens, the labels or both."""
+def _other_shape(fault: Fault, rng: random.Random) -> None:
+    """Change the shape of the tokens, the labels or both."""
     call = fault.call
     names = rng.choice((("tokens",), ("labels",), ("tokens", "labels", "positions")))
     old = call.tokens
-    how = rng.choice(
+    reshape = rng.choice(
         (
             lambda t: t[:, :-2],
             lambda t: t[:-1],
@@ -244,19 +257,19 @@ def _shape(fault: Fault, rng: random.Random) -> None:
             lambda t: t[:, :-1],
         )
     )
-    values = {name: how(getattr(call, name)) for name in names}
+    values = {name: reshape(getattr(call, name)) for name in names}
     if values[names[0]].shape != old.shape:
         if "positions" in names:
             values["mask"] = None
-        _give(fault, f"{', '.join(names)}: shape {tuple(values[names[0]].shape)}", REFUSE, **values)
+        _set_arguments(fault, f"{', '.join(names)}: shape {tuple(values[names[0]].shape)}", REFUSE, **values)
 
 
-def _same(fault: Fault, rng: random.Random) -> None:
-    """The same in another form: the answer, and on some grounds a refusal."""
+def _equivalent(fault: Fault, rng: random.Random) -> None:
+    """Pass an equivalent argument in another form: the result must not change, but some forms may be rejected."""
     call, name = fault.call, rng.choice(("tokens", "labels", "positions", "temperature", "mask", "state", "train"))
     if name in ("tokens", "labels"):
         t = getattr(call, name)
-        how, must = rng.choice(
+        form, must = rng.choice(
             (
                 (lambda t: t.t().contiguous().t(), ANSWER),
                 (lambda t: torch.stack([t, t], 2)[..., 0], ANSWER),
@@ -265,41 +278,41 @@ def _same(fault: Fault, rng: random.Random) -> None:
             )
         )
         with contextlib.suppress(RuntimeError):
-            _give(fault, f"{name}: the same as {describe(how(t))}", must, **{name: how(t)})
+            _set_arguments(fault, f"{name}: the same as {describe(form(t))}", must, **{name: form(t)})
     elif name == "positions":
         other = rng.choice((None, call.positions + 1, "x"))
-        _give(fault, f"positions, which no op looks at: {describe(other)}", EITHER, positions=other)
+        _set_arguments(fault, f"positions, which no op reads: {describe(other)}", EITHER, positions=other)
     elif name == "temperature" and name in _arguments(call) and not isinstance(call.temperature, torch.Tensor):
         other = rng.choice(NUMBERS)(call.temperature)
         if float(other) == call.temperature:
-            _give(fault, f"temperature: the same as {describe(other)}", EITHER, temperature=other)
+            _set_arguments(fault, f"temperature: the same as {describe(other)}", EITHER, temperature=other)
     elif name == "mask" and call.kind != "packed":
         s = call.tokens.shape[1]
         other = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1) if call.mask is None else None
-        _give(fault, f"mask: the same as {describe(other)}", EITHER, mask=other)
+        _set_arguments(fault, f"mask: the same as {describe(other)}", EITHER, mask=other)
     elif name == "state":
-        _around(fault, rng.choice((_autocast, _no_grad, _default_dtype, _strict, _threads)), EITHER)
+        _add_context(fault, rng.choice((_autocast, _no_grad, _default_dtype, _strict, _threads)), EITHER)
     elif name == "train":
-        _around(fault, _train, ANSWER)
+        _add_context(fault, _train, ANSWER)
 
 
 @contextlib.contextmanager
 def _autocast(model) -> Iterator[None]:
-    """autocast"""
+    """Enable autocast."""
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
         yield
 
 
 @contextlib.contextmanager
 def _no_grad(model) -> Iterator[None]:
-    """no_grad"""
+    """Disable gradients."""
     with torch.no_grad():
         yield
 
 
 @contextlib.contextmanager
 def _default_dtype(model) -> Iterator[None]:
-    """default dtype float64"""
+    """Set the default dtype to float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -310,7 +323,7 @@ def _default_dtype(model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _strict(model) -> Iterator[None]:
-    """ALIGNKIT_STRICT=1"""
+    """Set ALIGNKIT_STRICT=1."""
     os.environ["ALIGNKIT_STRICT"] = "1"
     try:
         yield
@@ -320,7 +333,7 @@ def _strict(model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _threads(model) -> Iterator[None]:
-    """2 threads"""
+    """Use 2 threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -331,7 +344,7 @@ def _threads(model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _train(model) -> Iterator[None]:
-    """training mode"""
+    """Enable training mode."""
     model.train()
     try:
         yield
@@ -349,13 +362,13 @@ def _attribute(owner, name: str, value) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _around(fault: Fault, manager: Callable, must: str, what: str = "") -> None:
-    fault.what, fault.must = what or manager.__doc__, must
+def _add_context(fault: Fault, manager: Callable, must: str, what: str = "") -> None:
+    fault.what, fault.must = what or manager.__doc__.removesuffix("."), must
     fault.change = lambda call: call.around.append(manager)
 
 
-def _model(fault: Fault, rng: random.Random) -> None:
-    """Another setting of the model."""
+def _other_setting(fault: Fault, rng: random.Random) -> None:
+    """Change a setting of the model."""
     norms = {
         "final_layernorm": lambda m: m.decoder.final_layernorm,
         "input_layernorm": lambda m: m.decoder.layers[1].input_layernorm,
@@ -366,7 +379,7 @@ def _model(fault: Fault, rng: random.Random) -> None:
         ("eps", "eps", "eps", "wrong eps", "rotary base", "MoE", "padded vocab", "true vocab", "config eps")
     )
     if what == "eps":
-        _around(
+        _add_context(
             fault,
             lambda m: _attribute(norms[name](m), "eps", norms[name](m).eps * factor),
             REFUSE,
@@ -374,17 +387,19 @@ def _model(fault: Fault, rng: random.Random) -> None:
         )
     elif what == "wrong eps":
         eps = rng.choice((0.0, -1.0, None, "x", float("nan")))
-        _around(fault, lambda m: _attribute(norms[name](m), "eps", eps), REFUSE, f"eps of {name}: {eps!r}")
+        _add_context(fault, lambda m: _attribute(norms[name](m), "eps", eps), REFUSE, f"eps of {name}: {eps!r}")
     elif what == "rotary base":
-        _around(fault, lambda m: _attribute(m, "rotary_base", 5e5), REFUSE, "rotary_base: 500000")
+        _add_context(fault, lambda m: _attribute(m, "rotary_base", 5e5), REFUSE, "rotary_base: 500000")
     elif what == "MoE":
-        _around(fault, lambda m: _attribute(m.config, "num_moe_experts", 2), REFUSE, "num_moe_experts: 2")
+        _add_context(fault, lambda m: _attribute(m.config, "num_moe_experts", 2), REFUSE, "num_moe_experts: 2")
     elif what == "padded vocab":
-        _around(fault, lambda m: _attribute(m, "vocab_size", m.vocab_size + 128), REFUSE, "padded vocab_size: another")
+        _add_context(
+            fault, lambda m: _attribute(m, "vocab_size", m.vocab_size + 128), REFUSE, "padded vocab_size: another"
+        )
     elif what == "true vocab":
-        _around(fault, lambda m: _vocab(VOCAB - 1), REFUSE, f"patched with vocab_size {VOCAB - 1}")
+        _add_context(fault, lambda m: _vocab(VOCAB - 1), REFUSE, f"patched with vocab_size {VOCAB - 1}")
     else:
-        _around(
+        _add_context(
             fault, lambda m: _attribute(m.config, "layernorm_epsilon", 0.1), EITHER, "config.layernorm_epsilon: 0.1"
         )
 
@@ -402,8 +417,8 @@ def _vocab(size: int) -> Iterator[None]:
         patch.patch_megatron(before.vocab_size)
 
 
-def _dtype(fault: Fault, rng: random.Random) -> None:
-    """The model in another type."""
+def _other_dtype(fault: Fault, rng: random.Random) -> None:
+    """Cast the model, or a part of it, to another dtype."""
     now = MODELS[fault.call.model][1]
     dtype = rng.choice([t for t in (torch.float32, torch.bfloat16, torch.float16, torch.float64) if t != now])
     part = rng.choice(("model", "model", "norm", "output layer"))
@@ -415,12 +430,12 @@ def _dtype(fault: Fault, rng: random.Random) -> None:
 
     tied = part == "output layer" and MODELS[fault.call.model][2]
     if not tied:
-        _around(fault, cast, REFUSE, f"{part}.to({dtype})")
+        _add_context(fault, cast, REFUSE, f"{part}.to({dtype})")
         fault.rebuild = True
 
 
-def _after(fault: Fault, rng: random.Random) -> None:
-    """What Megatron's cross-entropy is given by itself."""
+def _cross_entropy(fault: Fault, rng: random.Random) -> None:
+    """Change the arguments of Megatron's cross-entropy."""
     if fault.call.kind == "logits":
         what, values = rng.choice(
             (
@@ -433,11 +448,11 @@ def _after(fault: Fault, rng: random.Random) -> None:
                 ("logits: narrow", {"logits": lambda t: t[..., :-1]}),
             )
         )
-        _give(fault, what, REFUSE, **values)
+        _set_arguments(fault, what, REFUSE, **values)
 
 
 class _Context:
-    """What `output_processor` is asked with, whose attributes raise."""
+    """An `output_processor` context whose attributes raise."""
 
     @property
     def temperature(self):
@@ -446,12 +461,12 @@ class _Context:
     return_entropy = ignore_index = temperature
 
 
-def _raises(fault: Fault, rng: random.Random) -> None:
-    """An exception raised by an argument's own method, or a hook of the model's, before it computes."""
+def _own_exception(fault: Fault, rng: random.Random) -> None:
+    """Raise an exception in an argument's method, or in a forward pre-hook of the model."""
     if rng.random() < 0.7:
         name = rng.choice(sorted(_arguments(fault.call) - {"positions"}))
         value = rng.choice((_Raises(), _Opaque(fault.call.tokens), _Context()))
-        _give(fault, f"{name}: {describe(value)}", REFUSE, **{name: value})
+        _set_arguments(fault, f"{name}: {describe(value)}", REFUSE, **{name: value})
         return
 
     @contextlib.contextmanager
@@ -465,19 +480,19 @@ def _raises(fault: Fault, rng: random.Random) -> None:
         finally:
             handle.remove()
 
-    _around(fault, hook, REFUSE, "a forward hook that raises")
+    _add_context(fault, hook, REFUSE, "a forward hook that raises")
 
 
-def _another(fault: Fault, rng: random.Random) -> None:
-    """Another call: of the other model, or of another kind."""
+def _other_call(fault: Fault, rng: random.Random) -> None:
+    """Make another call: on the other model, or of another kind."""
     call = fault.call
     if rng.random() < 0.5:
         other = next(name for name in MODELS if name != call.model)
-        _give(fault, f"model: {other}", REFUSE, model=other)
+        _set_arguments(fault, f"model: {other}", REFUSE, model=other)
     elif call.kind in ("logprobs", "loss") and not isinstance(call.temperature, torch.Tensor):
-        # Negated, a loss is what `logprobs` gives at temperature 1.
+        # The loss is the negated result of `logprobs` at temperature 1.
         other = "loss" if call.kind == "logprobs" else "logprobs"
-        _give(
+        _set_arguments(
             fault,
             f"{other} instead of {call.kind}",
             EITHER if call.temperature == 1.0 and not call.return_entropy else REFUSE,
@@ -486,14 +501,14 @@ def _another(fault: Fault, rng: random.Random) -> None:
 
 
 FAULTS: dict[str, tuple[Callable, int]] = {
-    "other values": (_value, 30),
-    "another kind of thing": (_kind, 22),
-    "another shape": (_shape, 8),
-    "the same in another form": (_same, 12),
-    "a setting of the model": (_model, 12),
-    "the model's type": (_dtype, 4),
-    "the cross-entropy by itself": (_after, 30),
-    "an exception of its own": (_raises, 6),
-    "another call": (_another, 3),
+    "other values": (_other_value, 30),
+    "another kind of thing": (_wrong_kind, 22),
+    "another shape": (_other_shape, 8),
+    "the same in another form": (_equivalent, 12),
+    "a setting of the model": (_other_setting, 12),
+    "the model's type": (_other_dtype, 4),
+    "the cross-entropy by itself": (_cross_entropy, 30),
+    "an exception of its own": (_own_exception, 6),
+    "another call": (_other_call, 3),
 }
-"""By name: what draws it, and how often."""
+"""Generator and weight of each kind of fault."""

@@ -1,4 +1,7 @@
-"""Makes a drawn call in this process and says what came of it."""
+"""Verdicts on generated calls.
+
+Run in the worker processes of pool.py; run.py reads the keys of `judge`, and counts VERDICTS.
+"""
 
 from __future__ import annotations
 
@@ -23,42 +26,46 @@ GOOD = VERDICTS[:2]
 
 
 def judge(seed: int, index: int) -> dict:
-    """The verdict of call `index` of the population `seed`: verdict, op, text (the call), detail."""
-    drawn = draw(seed, index)
-    text = drawn.text()
-    return dict(zip(("verdict", "detail"), _verdict(drawn), strict=True)) | {
-        "op": drawn.problem.op,
+    """Run random call `index` of `seed`; return verdict, detail, op, text (the call), must and what."""
+    call = draw(seed, index)
+    text = call.text()
+    return dict(zip(("verdict", "detail"), _verdict(call), strict=True)) | {
+        "op": call.problem.op,
         "text": text,
-        "must": drawn.must,
-        "what": drawn.what,
+        "must": call.must,
+        "what": call.what,
     }
 
 
 def _verdict(d: Draw) -> tuple[str, str]:
     if d.before is not None:
-        _earlier(d)
-    kept = {n: _copy(v) for n, v in d.args.items()}
+        _call_before(d)
+    copies = {n: _copy(v) for n, v in d.args.items()}
     before = modes.state()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            got = _run(d)
+            got = _call_under_modes(d)
     except AlignkitError as e:
-        verdict = _of_error(d, e)
+        verdict = _judge_error(d, e)
     except Exception as e:
-        verdict = _of_foreign(d, e)
+        verdict = _judge_foreign_error(d, e)
     else:
-        verdict = _of_answer(d, got)
+        verdict = _judge_answer(d, got)
     if (after := modes.state()) != before:
         return "wrong", f"changed the caller's state: {before} to {after}; " + verdict[1]
-    for name, old in kept.items():
-        if old is not None and not (d.problem.given[name].__dict__.get("written")) and not _same(old, d.args[name]):
+    for name, old in copies.items():
+        if (
+            old is not None
+            and not (d.problem.given[name].__dict__.get("written"))
+            and not _equal_bits(old, d.args[name])
+        ):
             return "wrong", f"{name}: the caller's tensor was changed; " + verdict[1]
     return verdict
 
 
 def _copy(v: Any) -> torch.Tensor | None:
-    """What can be compared later."""
+    """Return a copy for a later comparison, or None if the value cannot be copied."""
     if (
         type(v) in (torch.Tensor, torch.nn.Parameter)
         and v.layout == torch.strided
@@ -71,8 +78,8 @@ def _copy(v: Any) -> torch.Tensor | None:
     return None
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The same bits, any NaN like any other."""
+def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have equal bits; all NaNs are equal."""
     b = b.detach().resolve_neg().resolve_conj()
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -82,8 +89,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(same.all())
 
 
-def _earlier(d: Draw) -> None:
-    """The well-formed call in another state, whatever becomes of it."""
+def _call_before(d: Draw) -> None:
+    """Make the well-formed call under the modes `d.before`, and ignore its outcome."""
     args = {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in d.twin.items()}
     with contextlib.suppress(Exception), _entered(d.before):
         d.problem.call(**args)
@@ -96,17 +103,17 @@ def _entered(names) -> contextlib.ExitStack:
     return stack
 
 
-def _run(d: Draw) -> dict[str, torch.Tensor]:
-    """The call's results, by name."""
+def _call_under_modes(d: Draw) -> dict[str, torch.Tensor]:
+    """Make the call under its modes; return its results by name."""
     with _entered(d.forward):
         before = modes.state()
-        out = _wrapped(d)
+        out = _call_transformed(d)
         if modes.state() != before:
             raise AssertionError(f"changed the caller's state: {before} to {modes.state()}")
     return _results(d, d.args, out, d.backward)
 
 
-def _wrapped(d: Draw):
+def _call_transformed(d: Draw):
     call, args, name = d.problem.call, d.args, d.wrapped
     if not d.wrap:
         return call(**args)
@@ -120,11 +127,11 @@ def _wrapped(d: Draw):
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(args[name], torch.ones_like(args[name]))
             return call(**args | {name: dual})
-    kept = []
+    outputs = []
 
     def loss(t):
         out = call(**args | {name: t})
-        kept.append(out)
+        outputs.append(out)
         return (out[0] if isinstance(out, tuple) else out).float().sum()
 
     torch.func.grad(loss)(args[name])
@@ -134,7 +141,7 @@ def _wrapped(d: Draw):
             t = torch._C._functorch.get_unwrapped(t)
         return t
 
-    return tuple(map(plain, kept[0])) if isinstance(kept[0], tuple) else plain(kept[0])
+    return tuple(map(plain, outputs[0])) if isinstance(outputs[0], tuple) else plain(outputs[0])
 
 
 def _results(d: Draw, args, out, backward, gradient: str | None = None) -> dict[str, torch.Tensor]:
@@ -166,39 +173,39 @@ def _results(d: Draw, args, out, backward, gradient: str | None = None) -> dict[
     return found
 
 
-def _gradient(d: Draw, i: int, t: torch.Tensor, how: str) -> torch.Tensor:
-    """A gradient of the result `t`, the same values for the call and its twin but for its form."""
+def _gradient(d: Draw, i: int, t: torch.Tensor, form: str) -> torch.Tensor:
+    """Return a gradient of result `t`: equal values for the call and its twin, in the form `form`."""
     generator = torch.Generator(device="cpu").manual_seed(i)
     g = torch.randn(t.shape, generator=generator, device="cpu", dtype=torch.float32)
     if d.gradient == "expanded":
         g = torch.full((), 0.75, device="cpu", dtype=torch.float32)
     g = g.to(t.dtype)
-    if how == "expanded":
+    if form == "expanded":
         return g.expand(t.shape)
     g = g.expand(t.shape).clone(memory_format=torch.contiguous_format)
-    if how == "transposed" and g.ndim > 1:
+    if form == "transposed" and g.ndim > 1:
         return g.transpose(0, -1).contiguous().transpose(0, -1)
-    if how == "negative bit":
+    if form == "negative bit":
         return torch._neg_view(g.neg())
-    if how == "float64":
+    if form == "float64":
         return g.double()
-    return {"sparse": g.to_sparse, "fake": lambda: _fake(g)}.get(how, lambda: g)()
+    return {"sparse": g.to_sparse, "fake": lambda: _fake(g)}.get(form, lambda: g)()
 
 
-def _of_answer(d: Draw, got: dict[str, torch.Tensor]) -> tuple[str, str]:
+def _judge_answer(d: Draw, got: dict[str, torch.Tensor]) -> tuple[str, str]:
     if d.must == REFUSE:
-        return "wrong", "answered"
+        return "wrong", "returned a result"
     if d.twin.get("device") == "meta" or d.args.get("device") == "meta":
         return ("right", "") if got["result 0"].device.type == "meta" else ("wrong", "not on meta")
     try:
         out = expected(d.problem, d.twin)
         want = _results(d, d.twin, out, (), "plain")
     except AlignkitError as e:
-        return "wrong", f"answered, where the reference says {e}"
-    except Exception as e:  # the twin of what a caller may have meant makes no sense
+        return "wrong", f"returned a result, but the reference raises {e}"
+    except Exception as e:  # a caller cannot have meant this twin
         if d.must == ANSWER:
             raise
-        return "wrong", f"answered, where the reference says {type(e).__name__}: {e}"
+        return "wrong", f"returned a result, but the reference raises {type(e).__name__}: {e}"
     if not set(d.forward) & set(modes.FORWARD) and not d.wrap and got.keys() != want.keys():
         return "wrong", f"{', '.join(got)} instead of {', '.join(want)}"
     for name in got.keys() & want.keys():
@@ -209,12 +216,12 @@ def _of_answer(d: Draw, got: dict[str, torch.Tensor]) -> tuple[str, str]:
             a = torch._from_functional_tensor(a)
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
             return "wrong", f"{name}: {a.dtype} {tuple(a.shape)} on {a.device} instead of {b.dtype} {tuple(b.shape)}"
-        if not _same(b.detach().clone(), a.as_subclass(torch.Tensor)):
+        if not _equal_bits(b.detach().clone(), a.as_subclass(torch.Tensor)):
             x, y = (t.detach().double().flatten() for t in (a.as_subclass(torch.Tensor), b))
             differ = ((x != y) & ~(x.isnan() & y.isnan())).nonzero().flatten()
-            at = int(differ[0]) if len(differ) else 0
+            i = int(differ[0]) if len(differ) else 0
             return "wrong", (
-                f"{name}: {len(differ) or 'zeros of'} {x.numel()} differ, {x[at].item()!r} is not {y[at].item()!r}"
+                f"{name}: {len(differ) or 'zeros of'} {x.numel()} differ, {x[i].item()!r} is not {y[i].item()!r}"
             )
     if d.problem.schema:
         inputs = {
@@ -228,26 +235,29 @@ def _of_answer(d: Draw, got: dict[str, torch.Tensor]) -> tuple[str, str]:
     return "right", ""
 
 
-def _of_error(d: Draw, e: AlignkitError) -> tuple[str, str]:
-    said = f"{type(e).__name__}: {e}"
+def _judge_error(d: Draw, e: AlignkitError) -> tuple[str, str]:
+    message = f"{type(e).__name__}: {e}"
     if d.must == ANSWER:
-        return "wrong", f"refused a valid call: {said}"
+        return "wrong", f"rejected a valid call: {message}"
     if any(re.match(rf"{re.escape(n)}(?!\w)", str(e)) for n in d.names):
-        return "clear error", said
-    return "obscure", f"names none of {', '.join(sorted(d.names))}: {said}"
+        return "clear error", message
+    return "obscure", f"names none of {', '.join(sorted(d.names))}: {message}"
 
 
-def _of_foreign(d: Draw, e: Exception) -> tuple[str, str]:
-    """An exception that is not alignkit's: torch's dispatcher refuses kinds of arguments and of tensors before an op is
-    called, and names the argument or the op."""
-    said = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+def _judge_foreign_error(d: Draw, e: Exception) -> tuple[str, str]:
+    """Judge an exception that is not alignkit's.
+
+    The only clear ones come from torch's dispatcher, which rejects kinds of arguments and tensors before it calls an op
+    and names the argument or the op.
+    """
+    message = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
     if d.problem.schema and d.must != ANSWER:
         dispatcher = re.match(rf"{d.problem.schema}\(\) .*argument '?(\w+)'?", str(e))
         if (dispatcher and dispatcher[1] in d.names) or str(e).startswith(f"Could not run '{d.problem.schema}'"):
-            return "clear error", said
-    if d.gradient == "sparse" and d.must != ANSWER and "sparse" in said:  # autograd's own views, after the op
-        return "clear error", said
+            return "clear error", message
+    if d.gradient == "sparse" and d.must != ANSWER and "sparse" in message:  # from autograd's views, after the op
+        return "clear error", message
     where = traceback.extract_tb(e.__traceback__)[-1]
-    verdict = "wrong" if isinstance(e, AssertionError) and "caller's state" in said else "obscure"
-    refused = "refused a valid call: " if d.must == ANSWER else ""
-    return verdict, f"{refused}{said} ({'/'.join(where.filename.split('/')[-3:])}:{where.lineno})"
+    verdict = "wrong" if isinstance(e, AssertionError) and "caller's state" in message else "obscure"
+    rejected = "rejected a valid call: " if d.must == ANSWER else ""
+    return verdict, f"{rejected}{message} ({'/'.join(where.filename.split('/')[-3:])}:{where.lineno})"

@@ -1,4 +1,4 @@
-"""States of the process that a caller may have set: context managers that set one and put it back."""
+"""Process states that a caller may have set, as context managers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _libm = ctypes.CDLL(ctypes.util.find_library("m"))
 ROUNDING = {"down": 0x400, "up": 0x800, "towards zero": 0xC00}
-"""What fesetround takes, on x86."""
+"""Arguments of fesetround on x86."""
 
 
-class _SameFunctions(TorchFunctionMode):
+class _ForwardFunctions(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
 
-class _SameOps(TorchDispatchMode):
+class _ForwardOps(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
@@ -76,15 +76,15 @@ SAFE = {
         torch.set_float32_matmul_precision, "medium", torch.get_float32_matmul_precision()
     ),
 }
-"""In these an op gives what it gives without them."""
+"""Modes that change no result of an op."""
 FORWARD = {"inference mode": torch.inference_mode, "no grad": torch.no_grad}
-"""Likewise, without a backward pass."""
-ODD = {"function mode": _SameFunctions, "dispatch mode": _SameOps}
-"""In these it gives that or refuses."""
+"""Modes that change no result, without a backward pass."""
+ODD = {"function mode": _ForwardFunctions, "dispatch mode": _ForwardOps}
+"""Modes in which an op returns the same result or raises."""
 
 
 def state() -> dict:
-    """What an op may not change."""
+    """Return the process state that an op must preserve."""
     tiny = 5e-324
     return {
         "default device": str(torch.get_default_device()),

@@ -1,4 +1,4 @@
-"""Two processes that are Megatron's tensor-parallel ranks, given the same forward of which one rank's is different."""
+"""Two Megatron tensor-parallel rank processes that run the same forward, with a fault on one rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from .draw import ANSWER, REFUSE
 
 preload("tests.fuzz.preload", "tests.megatron.preload")
 LIMIT = 10.0
-"""Seconds that two ranks may take to end a forward, each with an answer or an exception."""
+"""Timeout in seconds within which both ranks must finish a forward or raise."""
 SETUP = 240.0
+"""Timeout in seconds for starting the ranks and building the models."""
 
 
 # On a rank.
@@ -32,7 +33,7 @@ def _serve(rank: int, port: int, device: str, checkpoints: dict[str, str], jobs,
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from alignkit.check.store import meet
+    from alignkit.check.store import connect_store
     from alignkit.megatron import patch_megatron
     from alignkit.megatron.cpu import cpu_host
 
@@ -41,10 +42,10 @@ def _serve(rank: int, port: int, device: str, checkpoints: dict[str, str], jobs,
     if device == "cuda":
         from tests.megatron.gpus import join, tensor_parallel
 
-        join(rank, 2, store=meet(port))
+        join(rank, 2, store=connect_store(port))
         tensor_parallel(2)
     else:
-        dist.init_process_group("gloo", store=meet(port), rank=rank, world_size=2)
+        dist.init_process_group("gloo", store=connect_store(port), rank=rank, world_size=2)
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     models: dict = {}
     with cpu_host(), patch_megatron(faults.VOCAB):
@@ -69,7 +70,11 @@ def _build(models: dict, checkpoints: dict[str, str]) -> None:
 
 
 def _outcome(models, fault: faults.Fault, odd: bool, rank: int, device: str) -> tuple:
-    """("answer", digest of what all ranks have, digest of what this rank has) or ("raised", whose, type, message)."""
+    """Run a forward on this rank and return its outcome.
+
+    Returns:
+        ("answer", digest of the shared results, digest of this rank's gradients) or ("raised", origin, type, message).
+    """
     from alignkit.errors import AlignkitError
 
     call = fault.call
@@ -106,20 +111,20 @@ def _forward(model, call: faults.Call, device: str) -> list[torch.Tensor]:
 
     from alignkit.megatron import logprobs
 
-    def there(t):
+    def on_device(t):
         return t.to(device) if isinstance(t, torch.Tensor) and t.device.type == "cpu" and device != "cpu" else t
 
     tokens, positions, mask, labels, temperature, packed = map(
-        there, (call.tokens, call.positions, call.mask, call.labels, call.temperature, call.packed)
+        on_device, (call.tokens, call.positions, call.mask, call.labels, call.temperature, call.packed)
     )
     if call.kind in ("logprobs", "packed"):
         if call.kind == "packed" and packed is None:
-            starts = there(call.starts)
+            starts = on_device(call.starts)
             longest = int(call.starts.diff().max())
             packed = PackedSeqParams(
                 qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
             )
-        given = logprobs(
+        result = logprobs(
             model,
             tokens,
             positions,
@@ -130,7 +135,7 @@ def _forward(model, call: faults.Call, device: str) -> list[torch.Tensor]:
             return_entropy=call.return_entropy,
             ignore_index=call.ignore_index,
         )
-        return [t for t in (given.log_probs, given.entropy) if t is not None]
+        return [t for t in (result.log_probs, result.entropy) if t is not None]
     if call.kind == "loss":
         return [-model(tokens, positions, mask, labels=labels)]
     logits = call.logits(model(tokens, positions, mask))
@@ -146,18 +151,18 @@ def _backward(model, shared: list[torch.Tensor]) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-# In the process that leads them.
+# In the parent process.
 
 
 class Pair:
-    """The two processes, until `stop`."""
+    """Two rank processes, which run until `stop`."""
 
     def __init__(self, device: str, checkpoints: dict[str, str], log: str):
-        # A forked process cannot use CUDA if the one that it was forked from has looked for a device.
+        # A forked process cannot use CUDA if its parent has queried for a device.
         context = mp.get_context("forkserver" if device == "cpu" else "spawn")
-        from alignkit.check.store import served
+        from alignkit.check.store import serve_store
 
-        self._store, self.pipes, self.processes = served(), [], []
+        self._store, self.pipes, self.processes = serve_store(), [], []
         for rank in range(2):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -170,7 +175,7 @@ class Pair:
         self.log, self.ready = log, False
 
     def wait(self) -> None:
-        """Until the models are built."""
+        """Wait until both ranks have built their models."""
         if not self.ready:
             answers = self._collect(SETUP)
             if any(a != ("ready",) for a in answers):
@@ -179,7 +184,7 @@ class Pair:
             self.ready = True
 
     def ask(self, what: str, fault: faults.Fault, limit: float) -> list[tuple]:
-        """Of each rank, what it answered, or ("hung",), or ("ended", exit status)."""
+        """Send a job to both ranks; return each rank's answer, ("hung",) or ("ended", exit status)."""
         self.wait()
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError):
@@ -212,9 +217,9 @@ class Pair:
 def outcomes(
     numbers: Iterable[tuple[int, int]], device: str, checkpoints: dict[str, str], log: str, limit: float = LIMIT
 ) -> Iterator[tuple[faults.Fault, str, str]]:
-    """Each fault (seed, index) with its verdict and, in words, how it came to it."""
+    """Yield each fault (seed, index) with its verdict and the reason in words."""
     pair = Pair(device, checkpoints, log)
-    spare = Pair(device, checkpoints, log) if device == "cuda" else None  # starting one takes long there
+    spare = Pair(device, checkpoints, log) if device == "cuda" else None  # a pair starts slowly on GPUs
     try:
         for seed, index in numbers:
             fault = faults.draw(seed, index)
@@ -223,18 +228,20 @@ def outcomes(
             broken = any(
                 a[0] in ("hung", "ended") or (device == "cuda" and a[:2] == ("raised", "foreign")) for a in answers
             )
-            verdict, how = _verdict(fault, before, answers, device)
+            verdict, reason = _verdict(fault, before, answers, device)
             if not broken:
                 if fault.rebuild:
                     pair.ask("build", fault, SETUP)
                 after = pair.ask("control", fault, limit)
-                kept = 3 if device == "cpu" else 2  # a GPU adds the embedding's gradient in any order
-                if [a[:kept] for a in after] != [a[:kept] for a in before]:
+                compared = (
+                    3 if device == "cpu" else 2
+                )  # on a GPU, the order of additions in the embedding's gradient varies
+                if [a[:compared] for a in after] != [a[:compared] for a in before]:
                     broken = True
                     if verdict in ("right", "clear error"):
                         verdict = "wrong"
-                        how = f"left the ranks out of step: the next forward {after}, before {before}; {how}"
-            yield fault, verdict, how
+                        reason = f"left the ranks out of step: the next forward {after}, before {before}; {reason}"
+            yield fault, verdict, reason
             if broken:
                 pair.stop()
                 pair = spare or Pair(device, checkpoints, log)
@@ -246,24 +253,24 @@ def outcomes(
 
 
 def _verdict(fault: faults.Fault, before: list[tuple], answers: list[tuple], device: str) -> tuple[str, str]:
-    said = "; ".join(f"rank {r}: {' '.join(map(str, a))}" for r, a in enumerate(answers))
+    outcome = "; ".join(f"rank {r}: {' '.join(map(str, a))}" for r, a in enumerate(answers))
     if any(a[0] != "answer" for a in before) or before[0][1] != before[1][1]:
         return "wrong", f"without a fault: {before}"
     kinds = [a[0] for a in answers]
     if "hung" in kinds:
-        return "hung", said
+        return "hung", outcome
     if "ended" in kinds and device == "cpu":
-        return "crashed", said
+        return "crashed", outcome
     answered = [a for a in answers if a[0] == "answer"]
     if len(answered) == 2:
         if fault.must == REFUSE:
-            return "wrong", f"answered; {said}"
+            return "wrong", f"returned a result; {outcome}"
         same = [a[1] for a in answers] == [a[1] for a in before]
-        return ("right", "") if same else ("wrong", f"other bits than without; {said}")
+        return ("right", "") if same else ("wrong", f"other bits than without the fault; {outcome}")
     if answered:
-        return "wrong", f"one rank answered; {said}"
+        return "wrong", f"one rank returned a result; {outcome}"
     if fault.must == ANSWER:
-        return "wrong", f"refused a valid call; {said}"
+        return "wrong", f"rejected a valid call; {outcome}"
     if device == "cpu" and answers[1 - fault.rank][1] != "alignkit":
-        return "obscure", said
-    return "clear error", said
+        return "obscure", outcome
+    return "clear error", outcome

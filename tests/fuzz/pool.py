@@ -1,4 +1,4 @@
-"""Processes that make calls, each fed one at a time: one that dies or hangs is put down to its call and replaced."""
+"""Worker processes that run one call at a time; a worker that dies or hangs is reported for its call and replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ preload("tests.fuzz.preload")
 def _serve(jobs, target: str, log: str) -> None:
     file = os.open(log, os.O_WRONLY | os.O_TRUNC)
     os.dup2(file, 2)
-    # What other tests have imported in the process that is forked may have a handler of its own, which takes ten seconds.
+    # A module that other tests have preloaded may install its own SIGSEGV handler, which takes ten seconds.
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     faulthandler.enable(sys.stderr)
     import torch
@@ -41,7 +41,7 @@ def _serve(jobs, target: str, log: str) -> None:
 
 class _Worker:
     def __init__(self, target: str):
-        self.log = tempfile.NamedTemporaryFile("r", suffix=".log")  # noqa: SIM115 - kept as long as the worker
+        self.log = tempfile.NamedTemporaryFile("r", suffix=".log")  # noqa: SIM115 - open as long as the worker
         self.jobs, theirs = _context.Pipe()
         self.process = _context.Process(target=_serve, args=(theirs, target, self.log.name), daemon=True)
         self.process.start()
@@ -62,22 +62,31 @@ class _Worker:
             self.process.join()
         self.log.close()
 
-    def last_words(self) -> str:
-        """How the process died, and the innermost frames of Python's that it was in."""
+    def cause_of_death(self) -> str:
+        """Return how the process died, and its innermost Python frames."""
         code = self.process.exitcode
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+        cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
         frames = [line.strip() for line in self.log.read().splitlines() if line.lstrip().startswith("File ")]
-        return f"{how}: " + " < ".join(frames[:2])
+        return f"{cause}: " + " < ".join(frames[:2])
 
 
 def outcomes(target: str, jobs: Iterable[tuple], workers: int, timeout: float) -> Iterator[tuple[tuple, str, object]]:
-    """Each job with how it went, as they end: ("done", what ``target(*job)`` returned), ("failed", its traceback),
-    ("crashed", how), or ("hung", where) after `timeout` seconds. target: ``module:function``."""
-    left = iter(jobs)
+    """Yield (job, outcome, value) as jobs end.
+
+    The outcome and value are "done" and the result of ``target(*job)``, "failed" and the traceback, "crashed" and the
+    cause of death, or, after `timeout` seconds, "hung" and the innermost frames.
+
+    Args:
+        target: ``module:function``.
+        jobs: Argument tuples.
+        workers: Number of processes.
+        timeout: Time limit of a job in seconds.
+    """
+    remaining = iter(jobs)
     pool = [_Worker(target) for _ in range(workers)]
     try:
         for worker in list(pool):
-            _next(worker, left)
+            _next(worker, remaining)
         while busy := [w for w in pool if w.job is not None]:
             wait = min(w.since + timeout for w in busy) - time.monotonic()
             ready = connection.wait([w.jobs for w in busy], max(wait, 0))
@@ -87,26 +96,26 @@ def outcomes(target: str, jobs: Iterable[tuple], workers: int, timeout: float) -
                         value, failure = worker.jobs.recv()
                     except (EOFError, ConnectionResetError):
                         worker.process.join()
-                        yield worker.job, "crashed", worker.last_words()
+                        yield worker.job, "crashed", worker.cause_of_death()
                         worker = _replace(pool, worker, target)
                     else:
                         yield (worker.job, "done", value) if failure is None else (worker.job, "failed", failure)
-                    _next(worker, left)
+                    _next(worker, remaining)
                 elif time.monotonic() - worker.since > timeout:
-                    os.kill(worker.process.pid, signal.SIGABRT)  # faulthandler says where it was
+                    os.kill(worker.process.pid, signal.SIGABRT)  # faulthandler logs the stack
                     worker.process.join(5)
                     if worker.process.is_alive():
                         worker.process.kill()
                         worker.process.join()
-                    yield worker.job, "hung", worker.last_words()
-                    _next(_replace(pool, worker, target), left)
+                    yield worker.job, "hung", worker.cause_of_death()
+                    _next(_replace(pool, worker, target), remaining)
     finally:
         for worker in pool:
             worker.stop()
 
 
-def _next(worker: _Worker, left: Iterator[tuple]) -> None:
-    job = next(left, None)
+def _next(worker: _Worker, remaining: Iterator[tuple]) -> None:
+    job = next(remaining, None)
     if job is None:
         worker.job = None
     else:

@@ -1,4 +1,7 @@
-"""What torch imports at first use, imported once, before processes are forked: no call waits for it."""
+"""Modules that torch imports lazily, imported here before workers are forked, so that no call pays for them.
+
+pool.py and pair.py name this module for the fork server.
+"""
 
 import warnings
 

@@ -1,4 +1,7 @@
-"""Well-formed calls of each public op: their arguments drawn, and what is known of each argument."""
+"""Random well-formed calls of each public op, with a description of every argument.
+
+A new op needs a generator in PROBLEMS; test_fuzz.py counts the ops.
+"""
 
 from __future__ import annotations
 
@@ -30,54 +33,54 @@ class Tensor:
 
     value: torch.Tensor | None
     bound: tuple[int, ...] = ()
-    """Dimensions that do not fit if they alone are another size."""
+    """Dimensions whose size must match other arguments."""
     dtypes: tuple[torch.dtype, ...] = FLOATS
     group: str = "x"
-    """Arguments of one group are of one type."""
+    """Arguments of one group share a dtype."""
     ndim: bool = False
-    """Whether the number of dimensions is given."""
+    """True if the number of dimensions is fixed."""
     optional: bool = False
     leaf: bool = False
-    """Whether the op has a gradient for it."""
+    """True if the op computes its gradient."""
     written: bool = False
-    """Whether the op writes into it."""
+    """True if the op writes to it."""
     finite: bool = False
-    """Whether the values may not be NaN or infinite."""
+    """True if all values must be finite."""
 
 
 @dataclass
 class Scalar:
-    """Another argument. kind: one of `draw.KINDS`."""
+    """A non-tensor argument, of a kind in `draw.KINDS`."""
 
     value: Any
     kind: str
     optional: bool = False
     bad: tuple = ()
-    """Values out of range, beside those of its kind."""
+    """Values out of range, in addition to those of its kind."""
 
 
 @dataclass
 class Problem:
-    """A call within the documented range: `call(**values)`."""
+    """A call `call(**values)` within the documented range."""
 
     op: str
     call: Callable
     given: dict[str, Tensor | Scalar]
     faults: list[tuple[str, Callable[[dict], None], tuple[str, ...]]] = field(default_factory=list)
-    """Wrong values of this op's own: what, a function that puts them into the arguments, and which may be blamed."""
+    """Faults of this op: description, function that applies it to the arguments, and names an error may begin with."""
     reference: Callable | None = None
-    """What gives the expected result; `call` if None."""
+    """Function that gives the expected result; None for `call`."""
     forward_only: bool = False
     schema: str = ""
-    """Of a torch custom op: how the dispatcher's own errors about arguments begin."""
+    """Qualified name of a torch custom op, with which the dispatcher's argument errors begin."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensor arguments that are given."""
+        """Return the tensor arguments that are not None."""
         return {n: a for n, a in self.given.items() if isinstance(a, Tensor) and a.value is not None}
 
 
 class Source:
-    """Draws of one call: numbers from `rng`, values of tensors from a generator of torch's."""
+    """Random values of one call: numbers from `rng`, tensor values from a torch generator."""
 
     def __init__(self, rng: random.Random):
         self.rng = rng
@@ -88,18 +91,18 @@ class Source:
         return self.rng.random() < p
 
     def size(self, most: int, least: int = 1) -> int:
-        """A size, small ones more often; 0 only where `least` is."""
+        """Return a size, more often a small one; 0 only if `least` is 0."""
         if least == 0 and self.chance(0.05):
             return 0
         return min(most, int(self.rng.expovariate(3 / most)) + 1)
 
     def lead(self, least: int = 0) -> list[int]:
-        """Dimensions in front of the last."""
+        """Return leading dimensions."""
         n = max(least, self.rng.choice((0, 1, 1, 1, 2, 2, 3)))
         return [self.size(5, 0) for _ in range(n)]
 
     def floats(self, *shape: int, dtype: torch.dtype = torch.float32, finite: bool = False) -> torch.Tensor:
-        """Values of this call's style."""
+        """Return values in this call's style."""
         t = torch.randn(shape, generator=self.generator, device="cpu", dtype=torch.float32)
         if self.style == "large":
             t *= 1e4
@@ -119,19 +122,19 @@ class Source:
         return torch.rand(shape, generator=self.generator, device="cpu") < p
 
     def ints(self, shape, low: int, high: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """In [low, high)."""
+        """Return integers in [low, high)."""
         return torch.randint(low, high, tuple(shape), generator=self.generator, device="cpu", dtype=dtype)
 
     def dtype(self, dtypes=FLOATS) -> torch.dtype:
         return self.rng.choice(dtypes)
 
     def starts(self, rows: int, sequences: int) -> list[int]:
-        """The first of `rows` rows of each of `sequences` sequences, some empty, then `rows`."""
+        """Return cu_seqlens of `sequences` sequences, some of them empty, that share `rows` rows."""
         return [0, *sorted(self.rng.randint(0, rows) for _ in range(sequences - 1)), rows]
 
 
 def _set(name: str, value: Callable[[torch.Tensor], Any]):
-    """A fault that gives argument `name` another value, made from what it was."""
+    """Return a fault that replaces argument `name` by `value(argument)`."""
 
     def put(args):
         args[name] = value(args[name])
@@ -140,7 +143,7 @@ def _set(name: str, value: Callable[[torch.Tensor], Any]):
 
 
 def _poke(name: str, value, s: Source):
-    """A fault that writes `value` somewhere into the integers `name`."""
+    """Return a fault that writes `value` to a random element of argument `name`."""
 
     def put(args):
         t = args[name] = args[name].clone()
@@ -215,7 +218,7 @@ def rms_norm(s: Source) -> Problem:
 
 
 def rope_table(s: Source) -> Problem:
-    """The base is drawn from so many that no draw meets another's in the op's cache."""
+    """Use a random base, so that calls do not share an entry of the op's cache."""
     given = {
         "head_dim": Scalar(2 * s.size(16), "positive int", bad=(7, 3)),
         "max_position": Scalar(s.size(40), "positive int"),
@@ -255,7 +258,7 @@ def rope(s: Source) -> Problem:
     return Problem("rope", ops.rope, given, _rotation_faults(s, given, ("x",)))
 
 
-def _separate(q, k, q_weight, k_weight, eps, positions, table, rotary_dim=None, zero_centered=False):
+def _norm_then_rope(q, k, q_weight, k_weight, eps, positions, table, rotary_dim=None, zero_centered=False):
     normed = (ops.rms_norm(x, w, eps, zero_centered=zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
     return tuple(ops.rope(x, positions, table, rotary_dim=rotary_dim) for x in normed)
 
@@ -277,7 +280,7 @@ def qk_norm_rope(s: Source) -> Problem:
 
 
 def rope_of_table(s: Source) -> Problem:
-    """With a table that the op has made, and keeps, in whatever state the process is."""
+    """Use a table that `rope_table` makes and caches under the call's modes."""
     t, d, positions = s.size(6, 0), 2 * s.size(12), s.size(20)
 
     def call(x, positions, head_dim, max_position, base):
@@ -302,8 +305,8 @@ def silu_mul(s: Source) -> Problem:
     return Problem("silu_mul", ops.silu_mul, given)
 
 
-def silu_mul_of_both(s: Source) -> Problem:
-    """gate and up in one tensor."""
+def joint_silu_mul(s: Source) -> Problem:
+    """Pass gate and up as one tensor."""
     shape = [*s.lead(1), 2 * s.size(20, 0)]
     given = {"gate": Tensor(s.floats(*shape, dtype=s.dtype()), leaf=True)}
     faults = [("no two halves", _set("gate", lambda t: t[..., 1:]), ("gate",))] if shape[-1] else []
@@ -344,7 +347,7 @@ def moe_router(s: Source) -> Problem:
 
 
 def moe_experts(s: Source) -> Problem:
-    """Of one rank; the experts' matrices stacked, or a sequence of them."""
+    """Use one rank, and the experts' matrices stacked or as a sequence."""
     dtype, lead, experts, h = s.dtype(), s.lead(), s.size(7), s.size(20)
     f = s.rng.choice((s.size(20), 16 * s.size(3)))
     k = s.rng.randint(1, experts)
@@ -354,7 +357,7 @@ def moe_experts(s: Source) -> Problem:
 
     def call(gate_up, down, **others):
         if listed:
-            gate_up, down = _apart(gate_up), _apart(down)
+            gate_up, down = _unstacked(gate_up), _unstacked(down)
         return ops.moe_experts(gate_up=gate_up, down=down, **others)
 
     whole = tuple(range(len(lead) + 1))
@@ -373,11 +376,11 @@ def moe_experts(s: Source) -> Problem:
     return Problem("moe_experts", call, given, _choice_faults(s, given))
 
 
-def _apart(matrices):
-    """A sequence of tensors, if it can be."""
+def _unstacked(matrices):
+    """Return stacked matrices as a list of tensors where possible."""
     if type(matrices) is torch.Tensor and matrices.layout == torch.strided and matrices.ndim == 3 and len(matrices):
-        with contextlib.suppress(RuntimeError):  # of what has no memory torch makes no views
-            return [matrices[i] for i in range(len(matrices))]  # torch's gradient of `unbind` follows autocast
+        with contextlib.suppress(RuntimeError):  # torch makes no views of tensors without memory
+            return [matrices[i] for i in range(len(matrices))]  # the gradient of `unbind` depends on autocast
     return matrices
 
 
@@ -405,16 +408,16 @@ def sigmoid_mul(s: Source) -> Problem:
 
 
 def _starts_faults(s: Source, name: str, rows: int) -> list:
-    def of(values):
+    def replaced(values):
         return lambda t: torch.tensor(values(t.tolist()), dtype=t.dtype)
 
     return [
-        (f"{name} ends late", _set(name, of(lambda v: [*v[:-1], rows + 1 + s.size(5)])), (name,)),
-        (f"{name} begins late", _set(name, of(lambda v: [1 + s.size(3), *v[1:]])), (name,)),
-        (f"{name} begins before 0", _set(name, of(lambda v: [-s.size(9), *v[1:]])), (name,)),
+        (f"{name} ends late", _set(name, replaced(lambda v: [*v[:-1], rows + 1 + s.size(5)])), (name,)),
+        (f"{name} begins late", _set(name, replaced(lambda v: [1 + s.size(3), *v[1:]])), (name,)),
+        (f"{name} begins before 0", _set(name, replaced(lambda v: [-s.size(9), *v[1:]])), (name,)),
         (
             f"{name} decreases",
-            _set(name, of(lambda v: [0, rows + s.size(3), *v[1:]])),
+            _set(name, replaced(lambda v: [0, rows + s.size(3), *v[1:]])),
             (name, "seq_lens", "block_table", "dht"),
         ),
         (f"{name} is empty", _set(name, lambda t: t[:0]), (name, "seq_lens", "block_table")),
@@ -422,7 +425,7 @@ def _starts_faults(s: Source, name: str, rows: int) -> list:
 
 
 def attention(s: Source) -> Problem:
-    longest = 150 if s.chance(0.1) else 70  # beyond a leaf of the CPU's
+    longest = 150 if s.chance(0.1) else 70  # longer than a CPU leaf
     dtype, t, d, kv = s.dtype(), s.rng.choice((s.size(12, 0), s.size(longest))), s.size(16), s.size(3)
     hq = kv * s.size(3)
     if t > 16:
@@ -519,7 +522,7 @@ def paged_attention(s: Source) -> Problem:
 
 
 def _temperature(s: Source, rows) -> Tensor | Scalar:
-    """1, a number, a tensor without dimensions, or one per row."""
+    """Return a temperature: 1, another number, a 0-dim tensor, or one value per row."""
     kind = s.rng.choice(("one", "one", "number", "number", "0-dim", "rows"))
     if kind == "one":
         return Scalar(1.0, "positive finite")
@@ -539,7 +542,7 @@ def _value_faults(s: Source, given, vocab: int) -> list:
     if "target" in given and given["target"].value.numel():
         ignore = given["ignore_index"].value
         for value in (vocab, vocab + s.size(1000), -1 if ignore != -1 else -2, 2**62, -(2**63)):
-            value += value == ignore  # which would be right
+            value += value == ignore  # ignore_index itself is valid
             faults.append((f"target {value}", _poke("target", value, s), ("target",)))
     t = given["temperature"]
     if isinstance(t, Tensor) and t.value.numel():
@@ -549,7 +552,7 @@ def _value_faults(s: Source, given, vocab: int) -> list:
 
 
 def _given_rows(s: Source, rows, vocab: int) -> dict:
-    """What linear_logp and logp_from_logits take per row and of the vocabulary."""
+    """Return the per-row and vocabulary arguments of linear_logp and logp_from_logits."""
     ignore = s.rng.choice((-100, -100, -1, vocab + 5, s.rng.randrange(vocab)))
     size = s.rng.choice((None, vocab, s.rng.randint(1, vocab)))
     target = _target(s, rows, size or vocab, ignore)
@@ -600,7 +603,7 @@ def linear_logp(s: Source) -> Problem:
                     ("main_grad",),
                 )
             )
-        if min(main_grad.shape) > 1:  # else the transposed one is dense as well
+        if min(main_grad.shape) > 1:  # otherwise the transposed tensor is contiguous too
             faults.append(
                 ("main_grad is transposed", lambda a: a.update(main_grad=torch.zeros(d, vocab).t()), ("main_grad",))
             )
@@ -707,7 +710,7 @@ def gated_delta_rule(s: Source) -> Problem:
     return Problem("gated_delta_rule", gdr.chunk_gated_delta_rule_bwd_dhu, given, faults, forward_only=True)
 
 
-# torch.ops.alignkit: what engines that compile call.
+# torch.ops.alignkit: the custom ops of engines that use torch.compile.
 
 
 def _custom(name: str, given: dict, reference: Callable, faults=()) -> Problem:
@@ -754,7 +757,7 @@ def custom_rope_qk(s: Source) -> Problem:
 def custom_qk_norm_rope(s: Source) -> Problem:
     p = qk_norm_rope(s)
     del p.given["zero_centered"]
-    return _custom("qk_norm_rope", p.given, _separate, p.faults)
+    return _custom("qk_norm_rope", p.given, _norm_then_rope, p.faults)
 
 
 def custom_silu_mul(s: Source) -> Problem:
@@ -791,7 +794,7 @@ PROBLEMS: dict[Callable[[Source], Problem], int] = {
     rope_of_table: 4,
     qk_norm_rope: 5,
     silu_mul: 7,
-    silu_mul_of_both: 3,
+    joint_silu_mul: 3,
     attention: 10,
     paged_attention: 10,
     linear_logp: 14,
@@ -812,7 +815,7 @@ PROBLEMS: dict[Callable[[Source], Problem], int] = {
     custom_moe_experts: 4,
     custom_sigmoid_mul: 2,
 }
-"""How often each is drawn."""
+"""Weight of each generator."""
 
 
 def problem(s: Source) -> Problem:
@@ -820,7 +823,7 @@ def problem(s: Source) -> Problem:
 
 
 def expected(p: Problem, args: dict[str, Any]) -> Any:
-    """What the reference backend gives for `args`."""
+    """Return the reference backend's result for `args`."""
     with dispatch.use("reference"):
         return (p.reference or p.call)(**args)
 

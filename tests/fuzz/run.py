@@ -1,4 +1,7 @@
-"""Runs the fuzz and counts what came of it."""
+"""Fuzz runs of random calls and rank faults, and the counts of their verdicts.
+
+Keys of `Tally.to_json` are stored in benchmarks/results/cpu/fuzz.json.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +17,35 @@ from pathlib import Path
 
 import torch
 
-from alignkit.runtime import shown
+from alignkit.runtime import validated
 
 from . import draw, faults, pair, pool
 from .judge import GOOD, VERDICTS
 
 CALL_LIMIT = 30.0
-"""Seconds that a call may take; most take some milliseconds."""
-SHOWN = 20
-"""Failures that are printed."""
-MEGATRON = importlib.util.find_spec("megatron") is not None
+"""Timeout of a call in seconds; most calls take milliseconds."""
+MAX_REPORTED = 20
+"""Largest number of failures to print."""
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 
 
 @dataclass
 class Tally:
-    """by: verdicts counted by op, or by kind of fault. failures: what must not be, with how to repeat it."""
+    """Verdict counts and failures.
+
+    Attributes:
+        option: Command-line option that repeats a failure.
+        by: Verdict counts by op, or by kind of fault.
+        failures: Bad verdicts, each with the command that repeats it.
+        seconds: Duration of the run.
+    """
 
     option: str
     by: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
     failures: list[dict] = field(default_factory=list)
     seconds: float = 0.0
 
-    def add(self, group: str, verdict: str, draw: str, text: str, detail: str) -> None:
+    def add(self, group: str, verdict: str, identifier: str, text: str, detail: str) -> None:
         self.by[group][verdict] += 1
         if verdict not in GOOD:
             self.failures.append(
@@ -44,7 +54,7 @@ class Tally:
                     "by": group,
                     "draw": text,
                     "detail": detail,
-                    "repeat": f"python -m tests.fuzz {self.option} {draw}",
+                    "repeat": f"python -m tests.fuzz {self.option} {identifier}",
                 }
             )
 
@@ -52,7 +62,7 @@ class Tally:
         return sum(self.by.values(), Counter())
 
     def to_json(self) -> dict:
-        """Counts, all verdicts named, and the failures."""
+        """Return the counts of all verdicts, and the failures."""
 
         def row(counts: Counter) -> dict:
             return {"drawn": sum(counts.values())} | {v: counts[v] for v in VERDICTS}
@@ -63,40 +73,48 @@ class Tally:
             "failures": self.failures,
         }
 
-    def told(self) -> str:
-        """The failures, for a person."""
+    def report(self) -> str:
+        """Return the failures as text."""
         counts = ", ".join(f"{n} {v}" for v, n in self.totals().items())
-        lines = [f"{f['verdict']}: {f['draw']}\n    {f['detail']}\n    {f['repeat']}" for f in self.failures[:SHOWN]]
-        more = [f"and {len(self.failures) - SHOWN} more"] if len(self.failures) > SHOWN else []
+        lines = [
+            f"{f['verdict']}: {f['draw']}\n    {f['detail']}\n    {f['repeat']}" for f in self.failures[:MAX_REPORTED]
+        ]
+        more = [f"and {len(self.failures) - MAX_REPORTED} more"] if len(self.failures) > MAX_REPORTED else []
         return "\n".join([counts, *lines, *more])
 
 
-def calls(seed: int, numbers: Iterable[int], workers: int | None = None, done: Callable = lambda: None) -> Tally:
-    """Calls `numbers` of the population `seed`, in a process for each core or `workers`; `done()` after each."""
-    for backend in ("cpu", "reference"):  # with a torch that no bits were shown with, the first call tests them all
-        shown.require(torch.device("cpu"), backend)
+def calls(seed: int, indices: Iterable[int], workers: int | None = None, done: Callable = lambda: None) -> Tally:
+    """Run the random calls with these indices, drawn with `seed`, in `workers` processes (default: one per core).
+
+    `done()` is called after each call.
+    """
+    for backend in ("cpu", "reference"):  # an unvalidated torch version runs the golden tests in the first call
+        validated.require(torch.device("cpu"), backend)
     tally, started = Tally("--only"), time.monotonic()
-    jobs, workers = ((seed, i) for i in numbers), workers or len(os.sched_getaffinity(0))
-    for job, how, value in pool.outcomes("tests.fuzz.judge:judge", jobs, workers, CALL_LIMIT):
-        name = "{}:{}".format(*job)
-        if how == "failed":
-            raise RuntimeError(f"the fuzz itself failed at --only {name}:\n{value}")
-        if how == "done":
-            tally.add(value["op"], value["verdict"], name, value["text"], value["detail"])
+    jobs, workers = ((seed, i) for i in indices), workers or len(os.sched_getaffinity(0))
+    for job, outcome, value in pool.outcomes("tests.fuzz.judge:judge", jobs, workers, CALL_LIMIT):
+        identifier = "{}:{}".format(*job)
+        if outcome == "failed":
+            raise RuntimeError(f"the fuzzer itself failed at --only {identifier}:\n{value}")
+        if outcome == "done":
+            tally.add(value["op"], value["verdict"], identifier, value["text"], value["detail"])
         else:
             call = draw.draw(*job)
-            tally.add(call.problem.op, how, name, call.text(), value)
+            tally.add(call.problem.op, outcome, identifier, call.text(), value)
         done()
     tally.seconds = time.monotonic() - started
     return tally
 
 
-def rank_faults(seed: int, numbers: Iterable[int], device: str = "cpu", done: Callable = lambda: None) -> Tally:
-    """Faults `numbers` of the population `seed` on two ranks: processes on the CPU, or GPUs."""
+def rank_faults(seed: int, indices: Iterable[int], device: str = "cpu", done: Callable = lambda: None) -> Tally:
+    """Run the random faults with these indices, drawn with `seed`, on two ranks: CPU processes or GPUs.
+
+    `done()` is called after each fault.
+    """
     tally, started = Tally("--only-fault" if device == "cpu" else f"--device {device} --only-fault"), time.monotonic()
-    with checkpoints() as (made, log):
-        for fault, verdict, how in pair.outcomes(((seed, i) for i in numbers), device, made, log):
-            tally.add(fault.kind, verdict, f"{fault.seed}:{fault.index}", fault.text(), how)
+    with checkpoints() as (folders, log):
+        for fault, verdict, reason in pair.outcomes(((seed, i) for i in indices), device, folders, log):
+            tally.add(fault.kind, verdict, f"{fault.seed}:{fault.index}", fault.text(), reason)
             done()
     tally.seconds = time.monotonic() - started
     return tally
@@ -104,7 +122,7 @@ def rank_faults(seed: int, numbers: Iterable[int], device: str = "cpu", done: Ca
 
 @contextlib.contextmanager
 def checkpoints() -> Iterator[tuple[dict[str, str], str]]:
-    """A tiny checkpoint of each model, and a file for what ranks say."""
+    """Yield the path of a tiny checkpoint per model, and a log file for the ranks' output."""
     from alignkit.check.model import make_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:

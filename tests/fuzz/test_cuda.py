@@ -1,4 +1,4 @@
-"""The faults of `test_fuzz.py` on two GPUs: a wrong value may end in an assertion on the device, and the process."""
+"""Faults of `test_fuzz.py` on two GPUs, where a wrong value may end the process by a device assertion."""
 
 import os
 
@@ -10,8 +10,8 @@ FAULTS = int(os.environ.get("ALIGNKIT_FUZZ_FAULTS", "24"))
 SEED = int(os.environ.get("ALIGNKIT_FUZZ_SEED", "17"))
 
 
-@pytest.mark.skipif(not (run.MEGATRON and run.two_gpus()), reason="needs Megatron-core and two GPUs")
-def test_rank_faults():
+@pytest.mark.skipif(not (run.HAS_MEGATRON and run.two_gpus()), reason="needs Megatron-core and two GPUs")
+def test_fault_on_one_rank_raises_on_both():
     tally = run.rank_faults(SEED, range(FAULTS), "cuda")
     assert sum(tally.totals().values()) == FAULTS
-    assert not tally.failures, tally.told()
+    assert not tally.failures, tally.report()

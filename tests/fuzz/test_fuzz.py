@@ -1,6 +1,8 @@
-"""The fuzz's short form, its first draws in `make test` and the others in `make test-slow`; ``make fuzz`` is the long one.
-ALIGNKIT_FUZZ_SEED chooses another population, ALIGNKIT_FUZZ_CALLS and ALIGNKIT_FUZZ_FAULTS how much of it. Before it, that the
-fuzz sees what it looks for."""
+"""Short fuzz run, and tests that the fuzzer detects planted errors.
+
+`make test` runs the first cases, `make test-slow` the others, and ``make fuzz`` a long run. ALIGNKIT_FUZZ_SEED sets the
+seed; ALIGNKIT_FUZZ_CALLS and ALIGNKIT_FUZZ_FAULTS set the number of calls and faults.
+"""
 
 import ctypes
 import os
@@ -19,19 +21,19 @@ CALLS = int(os.environ.get("ALIGNKIT_FUZZ_CALLS", "3000"))
 FAULTS = int(os.environ.get("ALIGNKIT_FUZZ_FAULTS", "60"))
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu") != "cpu", reason="its calls are on the CPU"
+    os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu") != "cpu", reason="the fuzzer's calls run on the CPU"
 )
 X = torch.tensor([1.0, -2.0, 3.0])
 
 
-def verdict(call, must=draw.ANSWER, names=("x",), leaves=(), **twists):
-    """Of a planted op that should double x."""
+def verdict(call, must=draw.ANSWER, names=("x",), leaves=(), **changes):
+    """Return the verdict on a planted op that should double x."""
     problem = Problem(
         "double", call, {"x": Tensor(X, leaf=True), "by": Scalar(2.0, "positive")}, reference=lambda x, by: x * by
     )
     args, twin = ({"x": X.clone().requires_grad_("x" in leaves), "by": 2.0} for _ in range(2))
-    made = draw.Draw(problem, args, twin, list(leaves), must, names=set(names), **twists)
-    return judge._verdict(made)[0]
+    generated = draw.Draw(problem, args, twin, list(leaves), must, names=set(names), **changes)
+    return judge._verdict(generated)[0]
 
 
 def raises(error):
@@ -52,7 +54,7 @@ def sets_threads(x, by):
     return x * by
 
 
-def test_a_right_answer_and_a_clear_error():
+def test_right_results_and_clear_errors_are_accepted():
     assert verdict(lambda x, by: x * by) == "right"
     assert verdict(lambda x, by: x * by, leaves=["x"], backward=["2 threads"]) == "right"
     assert verdict(raises(InputError("x: is odd")), draw.REFUSE) == "clear error"
@@ -62,7 +64,7 @@ def test_a_right_answer_and_a_clear_error():
 @pytest.mark.parametrize(
     "call, must, expected",
     [
-        (lambda x, by: x * by + 2.0**-22, draw.ANSWER, "wrong"),  # a bit
+        (lambda x, by: x * by + 2.0**-22, draw.ANSWER, "wrong"),  # one bit
         (lambda x, by: (x * by).double(), draw.ANSWER, "wrong"),
         (lambda x, by: (x * by)[None], draw.EITHER, "wrong"),
         (lambda x, by: x * by, draw.REFUSE, "wrong"),
@@ -72,11 +74,11 @@ def test_a_right_answer_and_a_clear_error():
         (raises(TypeError("x: is odd")), draw.REFUSE, "obscure"),
     ],
 )
-def test_planted(call, must, expected):
+def test_planted_error_is_detected(call, must, expected):
     assert verdict(call, must) == expected
 
 
-def test_a_changed_state_is_seen():
+def test_changed_process_state_is_detected():
     before = torch.get_num_threads()
     try:
         assert verdict(sets_threads) == "wrong"
@@ -85,7 +87,7 @@ def test_a_changed_state_is_seen():
 
 
 def planted(what, number):
-    """A job of the pool's."""
+    """Run as a job of the pool: die, hang, fail or return `number`."""
     if what == "dies":
         ctypes.string_at(0)
     if what == "hangs":
@@ -95,30 +97,31 @@ def planted(what, number):
     return number
 
 
-def test_the_pool_outlives_its_processes():
+def test_pool_survives_the_death_of_its_workers():
     jobs = [(what, i) for i, what in enumerate(["runs", "dies", "runs", "hangs", "fails", "runs", "dies", "runs"])]
-    ended = {job: (how, value) for job, how, value in pool.outcomes("tests.fuzz.test_fuzz:planted", jobs, 2, 10.0)}
-    assert {job: how for job, (how, _) in ended.items()} == {
+    ended = {
+        job: (outcome, value) for job, outcome, value in pool.outcomes("tests.fuzz.test_fuzz:planted", jobs, 2, 10.0)
+    }
+    assert {job: outcome for job, (outcome, _) in ended.items()} == {
         job: {"runs": "done", "dies": "crashed", "hangs": "hung", "fails": "failed"}[job[0]] for job in jobs
     }
     assert ended["dies", 1][1].startswith("SIGSEGV") and "planted" in ended["dies", 1][1]
     assert "KeyError" in ended["fails", 4][1] and ended["runs", 7][1] == 7
 
 
-def test_a_draw_is_that_of_its_number():
+def test_case_depends_only_on_seed_and_index():
     def texts(numbers):
         return [draw.draw(5, i).text() for i in numbers] + [faults.draw(5, i).text() for i in numbers]
 
     assert texts(range(20)) == texts(range(20)) and len(set(texts(range(20)))) > 30
 
 
-def test_the_population():
-    """What is drawn is of every op, valid and invalid, and some that may be either."""
-    drawn = [draw.draw(SEED, i) for i in range(600)]
-    assert len({d.problem.op for d in drawn}) == 28
+def test_population_covers_every_op_and_verdict():
+    cases = [draw.draw(SEED, i) for i in range(600)]
+    assert len({d.problem.op for d in cases}) == 28
     for must, least in ((draw.ANSWER, 200), (draw.EITHER, 25), (draw.REFUSE, 150)):
-        assert sum(d.must == must for d in drawn) > least, must
-    assert sum(bool(d.leaves) for d in drawn) > 100
+        assert sum(d.must == must for d in cases) > least, must
+    assert sum(bool(d.leaves) for d in cases) > 100
 
 
 ANSWERS = [("answer", "bits", "own"), ("answer", "bits", "own")]
@@ -129,7 +132,7 @@ REFUSALS = [("raised", "alignkit", "InputError", "x: is odd"), ("raised", "forei
     "must, answers, expected",
     [
         (draw.REFUSE, REFUSALS, "clear error"),
-        (draw.REFUSE, REFUSALS[::-1], "obscure"),  # the rank without the fault is told by alignkit
+        (draw.REFUSE, REFUSALS[::-1], "obscure"),  # the rank without the fault must raise an alignkit error
         (draw.REFUSE, ANSWERS, "wrong"),
         (draw.REFUSE, [REFUSALS[0], ANSWERS[1]], "wrong"),
         (draw.REFUSE, [("hung",), REFUSALS[1]], "hung"),
@@ -139,31 +142,29 @@ REFUSALS = [("raised", "alignkit", "InputError", "x: is odd"), ("raised", "forei
         (draw.ANSWER, REFUSALS, "wrong"),
     ],
 )
-def test_verdicts_of_ranks(must, answers, expected):
+def test_verdict_on_the_outcomes_of_two_ranks(must, answers, expected):
     fault = faults.Fault(0, 0, None, rank=1, must=must)
     assert pair._verdict(fault, ANSWERS, answers, "cpu")[0] == expected
 
 
-def first_and_others(first, all):
-    """Ranges; the second is slow."""
-    parts = range(min(first, all)), range(min(first, all), all)
+def first_and_others(first, total):
+    """Parametrize over two ranges of numbers; the second is slow."""
+    parts = range(min(first, total)), range(min(first, total), total)
     return pytest.mark.parametrize(
         "numbers", [parts[0], pytest.param(parts[1], marks=pytest.mark.slow)], ids=["first", "others"]
     )
 
 
 @first_and_others(300, CALLS)
-def test_calls(numbers):
-    """Every drawn call is right to the bit or one clear error."""
+def test_random_calls_give_right_bits_or_a_clear_error(numbers):
     tally = run.calls(SEED, numbers, workers=min(2, os.cpu_count()))
     assert sum(tally.totals().values()) == len(numbers)
-    assert not tally.failures, tally.told()
+    assert not tally.failures, tally.report()
 
 
-@pytest.mark.skipif(not run.MEGATRON, reason="needs Megatron-core")
+@pytest.mark.skipif(not run.HAS_MEGATRON, reason="needs Megatron-core")
 @first_and_others(12, FAULTS)
-def test_rank_faults(numbers):
-    """What differs or is wrong on one of two ranks raises on both, in time."""
+def test_fault_on_one_rank_raises_on_both(numbers):
     tally = run.rank_faults(SEED, numbers)
     assert sum(tally.totals().values()) == len(numbers)
-    assert not tally.failures, tally.told()
+    assert not tally.failures, tally.report()

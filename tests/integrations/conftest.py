@@ -1,3 +1,5 @@
+"""Collection rule: the verl tests need ALIGNKIT_FRAMEWORKS, a folder that contains verl."""
+
 import os
 from pathlib import Path
 

@@ -1,6 +1,7 @@
-"""Run with alignkit's startup folder on PYTHONPATH, as NeMo-RL's processes are: prints what came of the line, as JSON.
+"""Script of `test_nemo_rl.py`, which runs it with alignkit's startup folder on PYTHONPATH, as in NeMo-RL.
 
-Arguments: what to do, names of functions here, and the folder of a model.
+Arguments: names of functions below, then the folder of a model. The script calls the functions and prints one JSON
+object, whose keys the test reads: their merged results, and ``refused``, the message of an AlignkitError.
 """
 
 import importlib
@@ -12,7 +13,7 @@ import torch
 
 
 def replaced(_):
-    """What importing NeMo-RL's modules has replaced."""
+    """Return the names that importing NeMo-RL's modules replaces, and ``kind``, the type of DistributedLogprob."""
     utils = importlib.import_module("nemo_rl.distributed.model_utils")
     from alignkit.integrations.nemo_rl import Patch
 
@@ -20,7 +21,12 @@ def replaced(_):
 
 
 def bits(path):
-    """Of NeMo-RL's functions, each way that they are called: how many logprobs are not alignkit's own."""
+    """Compare NeMo-RL's logprobs with alignkit's.
+
+    Returns:
+        ``differing``, the number of different logprobs by call variant; ``of``, the number of logprobs of each; and
+        ``has_gradient``, whether a backward pass gives the output layer a gradient.
+    """
     import torch.distributed as dist
 
     from alignkit.megatron import build, logprobs, patch_megatron, set_vocab_size
@@ -60,18 +66,19 @@ def bits(path):
         logits = model(rows, positions, None)
         got = utils.from_parallel_logits_to_logprobs(logits, rows, tp_group=dist.group.WORLD, **common)
         got.sum().backward()
-        found["no gradient"] = int(model.output_layer.weight.grad.abs().sum() == 0)
-    return {"differing": found, "of": expected.numel()}
+        has_gradient = bool(model.output_layer.weight.grad.abs().sum() > 0)
+    return {"differing": found, "of": expected.numel(), "has_gradient": has_gradient}
 
 
 def setup(_):
-    """The model that NeMo-RL's setup makes: what it knows of its vocabulary."""
+    """Return the vocabulary size of the model that NeMo-RL's setup builds."""
     module = importlib.import_module("nemo_rl.models.megatron.setup")
-    made = module.setup_model_and_optimizer(None, SimpleNamespace(model=SimpleNamespace(vocab_size=300)))
-    return {"vocab_size": made.model.alignkit_vocab_size}
+    state = module.setup_model_and_optimizer(None, SimpleNamespace(model=SimpleNamespace(vocab_size=300)))
+    return {"vocab_size": state.model.alignkit_vocab_size}
 
 
 def sampling(_):
+    """Call NeMo-RL's logprob function for top-p sampling, which must raise an AlignkitError."""
     utils = importlib.import_module("nemo_rl.distributed.model_utils")
     utils.DistributedLogprobWithSampling.apply(None, None, None, None, 0.9)
 

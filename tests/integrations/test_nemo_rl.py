@@ -1,5 +1,8 @@
-"""NeMo-RL, which is on no package index: the line, with a package of its shape in its place; and with its sources where
-ALIGNKIT_NEMO_RL names a checkout of them (https://github.com/NVIDIA-NeMo/RL at 7ea279a)."""
+"""The NeMo-RL integration, with a fake package of the same structure, as NeMo-RL is on no package index.
+
+`TestSources` uses NeMo-RL's sources if ALIGNKIT_NEMO_RL names a checkout of https://github.com/NVIDIA-NeMo/RL at
+7ea279a.
+"""
 
 import hashlib
 import json
@@ -66,7 +69,7 @@ def setup_model_and_optimizer(policy_cfg, megatron_cfg):
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """A folder with a package of NeMo-RL's shape."""
+    """Return a folder with a fake package of NeMo-RL's structure."""
     folder = tmp_path_factory.mktemp("nemo")
     for file, text in {
         "nemo_rl/__init__.py": "__version__ = '0'\n",
@@ -81,8 +84,8 @@ def package(tmp_path_factory):
     return folder
 
 
-def known(folder):
-    """A table that knows the functions of `package`, in place of alignkit's, in a sitecustomize of the user's."""
+def install_known_table(folder):
+    """Write a user's sitecustomize that replaces alignkit's table of known functions by the fake package's."""
     classes = MODEL_UTILS.split("\n\n\n")[:2]
     sources = {"Distributed": classes[0], "ChunkedDistributed": classes[1]}
     sources = {name: "\n".join(text.splitlines()[1:]) + "\n" for name, text in sources.items()}
@@ -110,9 +113,12 @@ def known(folder):
 
 
 def run(package, *arguments):
-    """What `in_nemo_rl` prints in a process that has the line."""
-    line = Path(startup.__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (line, package, ROOT))), "OMP_NUM_THREADS": "1"}
+    """Run `in_nemo_rl` with the startup hook; return its output."""
+    startup_folder = Path(startup.__file__).parent
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (startup_folder, package, ROOT))),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.in_nemo_rl", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -125,38 +131,38 @@ def path(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("hf"), dtype=torch.bfloat16, vocab=300, **sizes)
 
 
-def test_functions_that_are_not_known_are_refused(package, path):
+def test_unknown_functions_are_rejected(package, path):
     assert "DistributedLogprob.forward" in run(package, "replaced", path)["refused"]
 
 
-def test_the_line_reaches_a_process(package, path):
-    """And runs the sitecustomize that it stands before."""
-    known(package)
+def test_the_startup_hook_aligns_a_process(package, path):
+    """The hook also runs the user's sitecustomize, which it shadows."""
+    install_known_table(package)
     found = run(package, "replaced", "setup", "sampling", "bits", path)
     assert found["kind"] == "SimpleNamespace"
     assert "nemo_rl.distributed.model_utils.ChunkedDistributedLogprob" in found["names"]
     assert found["vocab_size"] == 300
     assert "top_p" in found["refused"]
     assert found["of"] == 117
-    assert set(found["differing"].values()) == {0}, found
+    assert set(found["differing"].values()) == {0} and found["has_gradient"], found
 
 
-def test_without_nemo_rl_nothing_of_alignkit_is_imported():
-    line = Path(startup.__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (line, ROOT)))}
+def test_the_startup_hook_imports_nothing_without_nemo_rl():
+    startup_folder = Path(startup.__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (startup_folder, ROOT)))}
     code = "import sys; print({'torch', 'alignkit'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()" and not done.stderr
 
 
-def test_the_folder_of_the_line():
+def test_the_startup_module_prints_its_folder():
     done = subprocess.run(
         [sys.executable, "-m", "alignkit.integrations.startup"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert Path(done.stdout.strip()) == Path(startup.__file__).parent
 
 
-def test_temperature_is_a_quotient(monkeypatch):
+def test_temperature_divides_the_logits(monkeypatch):
     monkeypatch.setenv("ALIGNKIT_VLLM", "")
     from alignkit.integrations import nemo_rl
 
@@ -168,15 +174,15 @@ def test_temperature_is_a_quotient(monkeypatch):
         assert_bitwise_equal(nemo_rl.scaled(logits.clone(), None), logits)
 
 
-@pytest.mark.skipif(not SOURCES, reason="NeMo-RL's sources are not here")
+@pytest.mark.skipif(not SOURCES, reason="ALIGNKIT_NEMO_RL is not set")
 class TestSources:
-    def test_its_functions_give_alignkits_bits(self, path):
+    def test_nemo_rl_functions_give_alignkits_bits(self, path):
         found = run(SOURCES, "bits", path)
         assert found["of"] == 117
-        assert set(found["differing"].values()) == {0}, found
+        assert set(found["differing"].values()) == {0} and found["has_gradient"], found
 
-    def test_every_function_is_as_it_is_known(self):
-        """Also those whose modules need Megatron-Bridge to be imported."""
+    def test_every_function_has_a_known_digest(self):
+        """Parse the sources, as some modules cannot be imported without Megatron-Bridge."""
         import ast
 
         for name, digests in json.loads(functions.FILE.read_text())["NeMo-RL"].items():

@@ -1,4 +1,4 @@
-"""`alignkit doctor --recipe`: what it reads in a recipe, and what it says of each setting."""
+"""`alignkit doctor --recipe`: parsing of recipes and the verdict on each setting."""
 
 import pytest
 
@@ -51,22 +51,22 @@ def write(path, text):
     return path
 
 
-def found(recipe):
-    """By key: (verdict, where)."""
+def examine(recipe):
+    """Return (verdict, line number) by key."""
     return {f.setting.key: (f.verdict, f.setting.where.rpartition(":")[2]) for f in recipes.examine(recipe)}
 
 
-def test_a_script_of_verl(tmp_path):
+def test_a_verl_script_is_parsed(tmp_path):
     recipe = recipes.read(write(tmp_path / "run.sh", VERL))
     assert recipe.framework == "verl"
     assert recipe.get("actor_rollout_ref.model.path") == "Qwen/Qwen3-8B"
     assert recipe.get("trainer.logger") == ["console", "wandb"]
     assert "actor_rollout_ref.model.lora_rank" not in recipe.settings  # a comment
-    said = found(recipe)
-    assert {verdict for verdict, _ in said.values()} == {PASSES}
-    assert said["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == (PASSES, "7")
-    assert said["actor_rollout_ref.rollout.temperature"] == (PASSES, "12")
-    assert said["model_engine"] == (PASSES, "11")
+    verdicts = examine(recipe)
+    assert {verdict for verdict, _ in verdicts.values()} == {PASSES}
+    assert verdicts["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == (PASSES, "7")
+    assert verdicts["actor_rollout_ref.rollout.temperature"] == (PASSES, "12")
+    assert verdicts["model_engine"] == (PASSES, "11")
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_a_script_of_verl(tmp_path):
         ("actor_rollout_ref.rollout.full_determinism=True", "VLLM_BATCH_INVARIANT"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram", "speculative"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "KV cache"),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm.no_such_argument=1", "no argument"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.no_such_argument=1", "unknown argument"),
         ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
         ("actor_rollout_ref.model.use_remove_padding=False", "mask"),
         ("actor_rollout_ref.model.mtp.enable=True", "multi-token"),
-        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", "pictures"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", "multimodal"),
         ("actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3", "not supported"),
         ("actor_rollout_ref.actor.megatron.dtype=float16", "fp16"),
         ("actor_rollout_ref.actor.megatron.use_megatron_fsdp=True", "sharded"),
@@ -99,7 +99,7 @@ def test_a_script_of_verl(tmp_path):
         ("model_engine=fsdp", "only Megatron-core"),
     ],
 )
-def test_what_is_refused_of_verl(setting, reason, tmp_path):
+def test_unsupported_verl_settings_are_named(setting, reason, tmp_path):
     text = VERL.replace(
         "model_engine=megatron", setting if setting.startswith("model_engine") else "model_engine=megatron"
     )
@@ -109,7 +109,7 @@ def test_what_is_refused_of_verl(setting, reason, tmp_path):
     assert str(refused[0]).startswith(f"{path}:")
 
 
-MIXTURE = NEMO_PARENT.replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B").replace(
+MOE = NEMO_PARENT.replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B").replace(
     "enabled: true,", "enabled: true, expert_model_parallel_size: 8, moe_token_dispatcher_type: alltoall,"
 )
 
@@ -123,11 +123,11 @@ MIXTURE = NEMO_PARENT.replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30
         ("Qwen/Qwen3-30B-A3B", "expert_model_parallel_size: 6", "a power of two that divides the 128 experts"),
         ("mistralai/Mixtral-8x7B-v0.1", "expert_model_parallel_size: 16", "a power of two that divides the 8 experts"),
         ("Qwen/Qwen3-30B-A3B", "moe_enable_routing_replay: true", "routing replay"),
-        ("Qwen/Qwen3-8B", "moe_enable_routing_replay: true", None),  # no module of a dense model reads it
+        ("Qwen/Qwen3-8B", "moe_enable_routing_replay: true", None),  # dense models ignore it
     ],
 )
-def test_mixtures(model, more, refused, tmp_path):
-    text = MIXTURE.replace("Qwen/Qwen3-30B-A3B", model)
+def test_moe_settings_are_checked(model, more, refused, tmp_path):
+    text = MOE.replace("Qwen/Qwen3-30B-A3B", model)
     if more.startswith("expert_parallel_size"):
         text = text.replace("tensor_parallel_size", f"{more}, tensor_parallel_size")
     elif more.startswith("expert_model"):
@@ -139,13 +139,13 @@ def test_mixtures(model, more, refused, tmp_path):
     assert not found if refused is None else len(found) == 1 and refused in found[0], found
 
 
-def test_the_line_that_is_missing(tmp_path):
+def test_missing_required_settings_are_named(tmp_path):
     text = VERL.replace("actor_rollout_ref.model.external_lib=alignkit.integrations.verl", "")
-    said = found(
+    verdicts = examine(
         recipes.read(write(tmp_path / "run.sh", text.replace("calculate_log_probs=True", "calculate_log_probs=False")))
     )
-    assert said["actor_rollout_ref.model.external_lib"][0] == ADD
-    assert said["actor_rollout_ref.rollout.calculate_log_probs"][0] == ADD
+    assert verdicts["actor_rollout_ref.model.external_lib"][0] == ADD
+    assert verdicts["actor_rollout_ref.rollout.calculate_log_probs"][0] == ADD
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_the_line_that_is_missing(tmp_path):
         ("zai-org/glm-4-9b", False),
     ],
 )
-def test_models_of_glm(name, supported, tmp_path):
-    """What GLM-4.5's training asks for of Megatron-core passes, but for multi-token prediction."""
+def test_glm_models_and_settings_are_checked(name, supported, tmp_path):
+    """GLM-4.5's Megatron-core settings pass, except multi-token prediction."""
     config = "actor_rollout_ref.actor.megatron.override_transformer_config."
     asked = {
         "moe_layer_freq": "[0,1,1]",
@@ -171,42 +171,45 @@ def test_models_of_glm(name, supported, tmp_path):
     }
     more = " ".join(f"{config}{field}={value}" for field, value in asked.items())
     text = VERL.replace("Qwen/Qwen3-8B", name).replace('"${ACTOR[@]}"', f'"${{ACTOR[@]}}" {more}')
-    said = found(recipes.read(write(tmp_path / "run.sh", text)))
-    assert said["actor_rollout_ref.model.path"][0] == (PASSES if supported else REFUSED)
-    assert {field: said[config + field][0] for field in asked} == dict.fromkeys(asked, PASSES) | {
+    verdicts = examine(recipes.read(write(tmp_path / "run.sh", text)))
+    assert verdicts["actor_rollout_ref.model.path"][0] == (PASSES if supported else REFUSED)
+    assert {field: verdicts[config + field][0] for field in asked} == dict.fromkeys(asked, PASSES) | {
         "mtp_num_layers": REFUSED
     }
 
 
-def test_a_model_of_a_name_that_says_nothing(tmp_path):
-    said = found(recipes.read(write(tmp_path / "run.sh", VERL.replace("Qwen/Qwen3-8B", "/models/policy"))))
-    assert said["actor_rollout_ref.model.path"][0] == UNKNOWN
+def test_an_unrecognized_model_name_is_unknown(tmp_path):
+    verdicts = examine(recipes.read(write(tmp_path / "run.sh", VERL.replace("Qwen/Qwen3-8B", "/models/policy"))))
+    assert verdicts["actor_rollout_ref.model.path"][0] == UNKNOWN
 
 
-def test_a_recipe_of_nemo_rl_and_its_parent(tmp_path):
+def test_a_nemo_rl_recipe_inherits_from_its_parent(tmp_path):
     write(tmp_path / "parent.yaml", NEMO_PARENT)
     recipe = recipes.read(write(tmp_path / "child.yaml", NEMO))
     assert recipe.framework == "NeMo-RL"
     assert recipe.get("policy.generation.vllm_cfg.precision") == "bfloat16"
-    said = found(recipe)
-    assert said["policy.megatron_cfg.mtp_num_layers"] == (REFUSED, "5")
-    assert said["policy.generation.top_p"] == (REFUSED, "7")
-    assert said["policy.megatron_cfg.context_parallel_size"] == (PASSES, "4")
-    assert said["policy.megatron_cfg.enabled"] == (PASSES, "4")
+    verdicts = examine(recipe)
+    assert verdicts["policy.megatron_cfg.mtp_num_layers"] == (REFUSED, "5")
+    assert verdicts["policy.generation.top_p"] == (REFUSED, "7")
+    assert verdicts["policy.megatron_cfg.context_parallel_size"] == (PASSES, "4")
+    assert verdicts["policy.megatron_cfg.enabled"] == (PASSES, "4")
     assert recipe.settings["policy.megatron_cfg.enabled"].where.startswith(str(tmp_path / "parent.yaml"))
 
 
-def test_slime_is_refused_for_its_rollout(tmp_path):
+def test_slime_rollouts_are_unsupported(tmp_path):
     (tmp_path / "models").mkdir()
     write(tmp_path / "models" / "m.sh", "MODEL_ARGS=(\n   --num-experts 128\n)\n")
-    text = 'source "${SCRIPT_DIR}/models/m.sh"\nARGS=(\n   --tensor-model-parallel-size 2\n   --hf-checkpoint /models/m\n)\n'
-    said = found(recipes.read(write(tmp_path / "run.sh", text)))
-    assert said["rollout"][0] == REFUSED
-    assert said["--num-experts"] == (PASSES, "2")
-    assert said["--tensor-model-parallel-size"] == (PASSES, "3")
+    text = (
+        'source "${SCRIPT_DIR}/models/m.sh"\n'
+        "ARGS=(\n   --tensor-model-parallel-size 2\n   --hf-checkpoint /models/m\n)\n"
+    )
+    verdicts = examine(recipes.read(write(tmp_path / "run.sh", text)))
+    assert verdicts["rollout"][0] == REFUSED
+    assert verdicts["--num-experts"] == (PASSES, "2")
+    assert verdicts["--tensor-model-parallel-size"] == (PASSES, "3")
 
 
-def test_a_composed_configuration_is_checked_at_the_start():
+def test_a_composed_configuration_is_checked():
     config = {
         "actor_rollout_ref": {
             "actor": {"strategy": "megatron", "megatron": {"use_megatron_fsdp": False}},
@@ -215,46 +218,46 @@ def test_a_composed_configuration_is_checked_at_the_start():
     }
     recipes.check("verl", config)
     config["actor_rollout_ref"]["rollout"]["name"] = "sglang"
-    with pytest.raises(UnsupportedError, match=r"actor_rollout_ref\.rollout\.name=sglang: refused"):
+    with pytest.raises(UnsupportedError, match=r"actor_rollout_ref\.rollout\.name=sglang: unsupported"):
         recipes.check("verl", config)
 
 
-def test_the_command(tmp_path, alignkit):  # noqa: F811
+def test_the_command_checks_files_and_folders(tmp_path, alignkit):  # noqa: F811
     good, bad = write(tmp_path / "good.sh", VERL), write(tmp_path / "bad.sh", VERL.replace("name=vllm", "name=sglang"))
     status, out, _ = alignkit("doctor", "--recipe", good)
-    assert status == 0 and "0 refused" in out
+    assert status == 0 and "0 unsupported" in out
     status, out, _ = alignkit("doctor", "--recipe", bad)
-    assert status == 3 and f"{bad}:12: actor_rollout_ref.rollout.name=sglang: refused: only vLLM" in out
+    assert status == 3 and f"{bad}:12: actor_rollout_ref.rollout.name=sglang: unsupported: only vLLM" in out
     write(tmp_path / "notes.yaml", "a: 1\n")
     write(tmp_path / "fsdp.sh", VERL.replace("model_engine=megatron", "model_engine=dp"))
     status, out, _ = alignkit("doctor", "--recipe", tmp_path)
     assert status == 3
-    assert out.splitlines()[-1] == "1 of 2 recipes that Megatron-core trains are served; 1 are trained otherwise"
+    assert out.splitlines()[-1] == "1 of 2 Megatron-core recipes are supported; 1 recipes use other training backends"
     bad.unlink()
     assert alignkit("doctor", "--recipe", tmp_path)[0] == 0
 
 
-def test_a_recipe_without_the_line_is_stock(tmp_path, alignkit):  # noqa: F811
+def test_a_recipe_without_external_lib_is_reported(tmp_path, alignkit):  # noqa: F811
     line = "actor_rollout_ref.model.external_lib=alignkit.integrations.verl"
     bare = VERL.replace(f"{line} ", "").replace(line, "")
     file = write(tmp_path / "bare.sh", bare)
     status, out, _ = alignkit("doctor", "--recipe", file)
-    assert status == 0 and out.splitlines()[-1] == f"without {line} the run is stock"
+    assert status == 0 and out.splitlines()[-1] == f"without {line} the run is not aligned"
     status, out, _ = alignkit("doctor", "--recipe", tmp_path)
-    assert out.splitlines()[0] == f"bare.sh: served, with {line}"
+    assert out.splitlines()[0] == f"bare.sh: supported; add {line}"
     write(tmp_path / "bare.sh", bare + f" {line}")
-    assert "stock" not in alignkit("doctor", "--recipe", file)[1]
+    assert "not aligned" not in alignkit("doctor", "--recipe", file)[1]
 
 
-def test_a_folder_without_a_recipe(tmp_path, alignkit):  # noqa: F811
+def test_a_folder_without_recipes_is_rejected(tmp_path, alignkit):  # noqa: F811
     status, _, err = alignkit("doctor", "--recipe", tmp_path)
-    assert status == 3 and "recipe: none of verl, NeMo-RL or slime below" in err
+    assert status == 3 and "contains no recipes of verl, NeMo-RL or slime" in err
 
 
 @pytest.mark.parametrize(
     "name, text", [("a.yaml", "a: [1"), ("a.yaml", "a: 1"), ("a.sh", "echo"), ("missing.sh", None)]
 )
-def test_what_is_no_recipe(name, text, tmp_path):
+def test_invalid_recipes_are_rejected(name, text, tmp_path):
     path = tmp_path / name
     if text is not None:
         write(path, text)

@@ -1,3 +1,8 @@
+"""Fixtures that start Megatron's ranks and make checkpoints.
+
+Without Megatron-core, the test files listed below, which import it, are not collected.
+"""
+
 import contextlib
 import importlib.util
 import sys
@@ -9,7 +14,7 @@ import torch
 from alignkit.check.model import make_checkpoint
 from tests.forks import METHOD, preload
 
-if importlib.util.find_spec("megatron") is None:  # the converter and the seams are tested without it
+if importlib.util.find_spec("megatron") is None:  # tests of the converter and the hook points run without it
     collect_ignore = [
         f"test_{name}.py"
         for name in (
@@ -45,7 +50,7 @@ SMALL = dict(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=512)
 
 @pytest.fixture(scope="package")
 def world():
-    """This process as Megatron's only rank."""
+    """Make this process Megatron's only rank."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -62,8 +67,10 @@ def world():
 
 @pytest.fixture(scope="module")
 def te():
-    """``te(size, function, *args)`` runs on ranks for which TransformerEngine is installed, that of `te_on_cpu`. So many are
-    started when they are first asked for."""
+    """Return ``te(size, function, *args)``, which runs `function` on ranks with TransformerEngine from `te_on_cpu`.
+
+    The first call with a size starts its ranks.
+    """
     from alignkit.testing import Ranks
 
     with contextlib.ExitStack() as stack:
@@ -83,7 +90,7 @@ def te():
 
 @pytest.fixture(scope="package")
 def pair():
-    """Two processes, Megatron's tensor-parallel ranks."""
+    """Start two processes that are Megatron's tensor-parallel ranks."""
     from alignkit.testing import Ranks
 
     with Ranks(2, method=METHOD) as ranks:
@@ -92,7 +99,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def two():
-    """Two processes of a module's own, as it chooses among layouts that would outlast it."""
+    """Start two processes for one test module, whose Megatron layouts would persist in shared processes."""
     from alignkit.testing import Ranks
 
     with Ranks(2, method=METHOD) as ranks:
@@ -109,28 +116,31 @@ def four():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Makes (once) and returns an HF directory: checkpoint("qwen3", torch.bfloat16, tied=True, vocab=300)."""
-    made = {}
+    """Return a function that makes and caches HF checkpoint directories.
+
+    Example: ``checkpoint("qwen3", torch.bfloat16, tied=True, vocab=300)``.
+    """
+    cache = {}
 
     def make(arch="qwen3", dtype=torch.bfloat16, tied=False, vocab=300, **sizes):
         key = (arch, dtype, tied, vocab, repr(sorted(sizes.items())))
-        if key not in made:
+        if key not in cache:
             path = tmp_path_factory.mktemp("hf")
-            made[key] = make_checkpoint(path, arch=arch, dtype=dtype, tied=tied, vocab=vocab, **(SMALL | sizes))
-        return made[key]
+            cache[key] = make_checkpoint(path, arch=arch, dtype=dtype, tied=tied, vocab=vocab, **(SMALL | sizes))
+        return cache[key]
 
     return make
 
 
 @pytest.fixture(scope="session")
 def long_rows():
-    """Sequences for a GPU, of lengths on both sides of its kernels' tiles."""
+    """Return token lists for a GPU, with lengths below and above its kernels' tile sizes."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (2, 300, 129, 66)]
 
 
 @pytest.fixture(scope="session")
 def rows():
-    """Token lists of several lengths, ids below 100."""
+    """Return token lists of several lengths, with ids below 100."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (2, 70, 33, 34)]

@@ -1,4 +1,4 @@
-"""Several GPUs, each with a process of its own that is kept alive between calls, as Megatron's ranks over NCCL."""
+"""Pool of processes, one per GPU, that stay alive between calls and are Megatron's ranks over NCCL."""
 
 import os
 import pickle
@@ -9,26 +9,29 @@ import torch
 import torch.distributed as dist
 
 from alignkit.check.machine import gpu_of
-from alignkit.check.store import meet
+from alignkit.check.store import connect_store
 from alignkit.dist import TP
 from alignkit.testing import Ranks
 
 
 class GPUs(Ranks):
-    """`world` GPUs. A context manager."""
+    """Context manager of `world` GPU ranks."""
 
     def __init__(self, world):
         super().__init__(world, _serve)
         self.world = world
 
     def with_tp(self, size, function, *args, **keywords):
-        """``function(tp, *args)`` with `size` tensor-parallel ranks, as often as there are GPUs for it; each rank's
-        result, its tensors on the CPU."""
+        """Run ``function(tp, *args)`` on all GPUs, in groups of `size` tensor-parallel ranks.
+
+        Returns:
+            The result of each rank, with tensors moved to the CPU.
+        """
         return self.run(self.world, partial(_with_tp, size, function, args, keywords))
 
 
 def join(rank, world, **where):
-    """This process is `rank` of `world` NCCL ranks, on its GPU."""
+    """Make this process NCCL rank `rank` of `world`, on the GPU of that rank."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Megatron makes gloo groups beside NCCL's
     device = gpu_of(rank)
     torch.cuda.set_device(device)
@@ -36,11 +39,11 @@ def join(rank, world, **where):
 
 
 _groups = {}
-"""What Megatron keeps of its groups, by tensor-parallel size. It never destroys them, so those of one size serve until the end."""
+"""Tensor-parallel size -> group globals of parallel_state, reused because Megatron never destroys process groups."""
 
 
 def tensor_parallel(size):
-    """Megatron's groups with `size` tensor-parallel ranks, in place of those that were; the TP of this rank."""
+    """Switch Megatron to groups of `size` tensor-parallel ranks and return the `TP` of this rank."""
     from megatron.core import parallel_state, tensor_parallel
 
     if not parallel_state.model_parallel_is_initialized() or (
@@ -62,7 +65,7 @@ def tensor_parallel(size):
 
 def _serve(rank, world, port, inbox, outbox):
     torch.set_num_threads(4)
-    join(rank, world, store=meet(port))
+    join(rank, world, store=connect_store(port))
     while (job := inbox.get()) is not None:
         _, function, _ = pickle.loads(job)
         try:

@@ -1,4 +1,4 @@
-"""What the tests of HybridModel run on each rank."""
+"""Functions that the HybridModel tests run on each rank."""
 
 import torch
 
@@ -14,8 +14,15 @@ def tensor(values):
     return torch.tensor(values, device=workers.DEVICE)
 
 
-def bare(spec, pattern="*-*-", cls=None, **arguments):
-    """A HybridModel of no checkpoint. fields: of its TransformerConfig."""
+def build_without_checkpoint(spec, pattern="*-*-", cls=None, **arguments):
+    """Build a HybridModel without a checkpoint.
+
+    Args:
+        spec: Layer spec.
+        pattern: Hybrid layer pattern.
+        cls: Model class; None: HybridModel.
+        **arguments: Arguments of the model; `fields` overrides fields of its TransformerConfig.
+    """
     config = dict(num_layers=len(pattern), hidden_size=256, num_attention_heads=4, num_query_groups=2, kv_channels=64)
     fields = config | arguments.pop("fields", {})
     return (cls or hybrid_model.HybridModel)(
@@ -45,7 +52,7 @@ def _config(**fields):
 
 
 def wrong_on_one_rank(tp, model_dir, what):
-    """As `workers.wrong_on_one_rank`, of a HybridModel."""
+    """Run `workers.wrong_on_one_rank` on a HybridModel."""
     return workers.wrong_on_one_rank(tp, model_dir, what, WRONG, hybrid_layer_pattern="*-*-")
 
 
@@ -66,27 +73,35 @@ WRONG = {
         model.decoder.layers[1], "mlp_bda", lambda training, fused: None
     ),
 }
-"""What one rank does differently from the other; the first words must be in the error."""
+"""Error text, up to an optional " None" -> change that rank 1 alone makes."""
 
 
-def with_megatrons_own_spec(tp, model_dir, rows):
-    """Losses of a model of Megatron's `hybrid_stack_spec`, stock, aligned, and stock again, and of `build`'s halves of
-    GPTModel's layer spec, aligned; and what `status` says of the former."""
+def compare_hybrid_stack_spec(tp, model_dir, rows):
+    """Compare a model of Megatron's `hybrid_stack_spec` with `build`'s model of GPTModel's layer spec.
+
+    Returns:
+        Losses of the `hybrid_stack_spec` model before the patch and aligned, losses of `build`'s model aligned, losses
+        of the former after undo, and its `status` while aligned.
+    """
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     arch = read_architecture(model_dir)
     with workers.megatron(tp):
-        halves = te_workers.build(model_dir, hybrid_layer_pattern="*-*-")
+        reference_model = te_workers.build(model_dir, hybrid_layer_pattern="*-*-")
         config = transformer_config(arch, torch.bfloat16, tp=tp.size)
-        model = bare_of(config, hybrid_stack_spec, arch).to(torch.bfloat16).eval()
-        model.load_state_dict(halves.state_dict())
+        model = build_with_spec(config, hybrid_stack_spec, arch).to(torch.bfloat16).eval()
+        model.load_state_dict(reference_model.state_dict())
         before = te_workers.losses(model, rows)
         with patch_megatron(arch.vocab):
-            aligned, expected, report = te_workers.losses(model, rows), te_workers.losses(halves, rows), status(model)
+            aligned, expected, report = (
+                te_workers.losses(model, rows),
+                te_workers.losses(reference_model, rows),
+                status(model),
+            )
         return before, aligned, expected, te_workers.losses(model, rows), report
 
 
-def bare_of(config, spec, arch):
+def build_with_spec(config, spec, arch):
     return hybrid_model.HybridModel(
         config,
         spec,
@@ -99,8 +114,8 @@ def bare_of(config, spec, arch):
     )
 
 
-def sent(tp, model_dir):
-    """The weights under HF names."""
+def exported_weights(tp, model_dir):
+    """Return the weights by HF name."""
     with workers.megatron(tp), patch_megatron(300):
         model = workers.build(model_dir, torch.bfloat16, hybrid_layer_pattern="*-*-")
         return dict(hf_weights(model, read_architecture(model_dir)))

@@ -1,4 +1,4 @@
-"""What the tests of pipeline, context and data parallelism run on each rank; all with real Megatron-core."""
+"""Functions that the tests of pipeline, context and data parallelism run on each rank, with real Megatron-core."""
 
 import contextlib
 import inspect
@@ -13,12 +13,12 @@ from alignkit.megatron.cpu import cpu_host
 from tests.megatron import workers
 
 _groups = {}
-"""What Megatron keeps of its groups, by layout. It never destroys them, so those of one serve until the end."""
+"""Layout -> group globals of parallel_state, reused because Megatron never destroys process groups."""
 
 
 @contextlib.contextmanager
 def layout(*, tp=1, pp=1, cp=1, vpp=None, ep=1, etp=None):
-    """Megatron's groups with these sizes, in place of those that were; the rest of the ranks are data-parallel."""
+    """Switch Megatron to groups of these sizes; the remaining ranks are data-parallel."""
     from megatron.core import parallel_state, tensor_parallel
 
     with cpu_host():
@@ -46,18 +46,30 @@ def layout(*, tp=1, pp=1, cp=1, vpp=None, ep=1, etp=None):
 
 
 def pipeline(_, model_dir, dtype, rows, how, fields, *, micro_batches=2, packed=False, by="logprobs", change=None):
-    """A step of Megatron's own schedule over a pipeline: on the last stage for each micro-batch which of its labels this rank
-    has, and their logprobs, else None; and HF name -> fp32 gradient of what this rank's stages hold, whole.
+    """Run a training step of Megatron's own schedule over a pipeline.
 
-    how: `layout`'s. fields: of the TransformerConfig, with `sequence_parallel`. by: "logprobs" or the "loss call".
-    change: called with this rank's chunks before the step."""
+    Args:
+        model_dir: HF directory.
+        dtype: Model type.
+        rows: Token lists.
+        how: Arguments of `layout`.
+        fields: Fields of the TransformerConfig, and `sequence_parallel`.
+        micro_batches: Number of micro-batches.
+        packed: Pack the sequences of a micro-batch.
+        by: "logprobs" or "loss call".
+        change: Function called with this rank's model chunks before the step.
+
+    Returns:
+        On the last stage, per micro-batch, the indices of this rank's labels among the counted labels and their
+        logprobs; None on other stages. Then HF name -> unsharded fp32 gradient of the weights of this rank's stages.
+    """
     from megatron.core import distributed
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     arch = read_architecture(model_dir)
     fields = dict(fields)
     sequence_parallel = fields.pop("sequence_parallel", False)
-    if packed:  # micro-batches of several lengths; Megatron wants that dispatcher for it
+    if packed:  # Megatron requires the alltoall dispatcher for micro-batches of different lengths
         fields |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     with layout(**how), patch_megatron(arch.vocab):
         stages = [None] if how.get("vpp") is None else range(how["vpp"])
@@ -82,7 +94,7 @@ def pipeline(_, model_dir, dtype, rows, how, fields, *, micro_batches=2, packed=
             tokens, labels, params = next(data)
             counted = labels != workers.IGNORE
             numbers = counted.flatten().cumsum(0).view(counted.shape) - 1
-            own = part({"tokens": tokens, "labels": labels, "numbers": numbers}, params, models[0].pg_collection.cp)
+            own = cp_part({"tokens": tokens, "labels": labels, "numbers": numbers}, params, models[0].pg_collection.cp)
             mine = own["labels"] != workers.IGNORE
             if by == "logprobs":
                 output = logprobs(model, own["tokens"], None, None, own["labels"], packed_seq_params=params)
@@ -91,15 +103,15 @@ def pipeline(_, model_dir, dtype, rows, how, fields, *, micro_batches=2, packed=
 
             def loss(output):
                 logp = output.log_probs if by == "logprobs" else -output
-                said = tuple(t[mine].detach().cpu() for t in (own["numbers"], logp))
-                return (-logp).sum() / counted.sum(), said
+                outputs = tuple(t[mine].detach().cpu() for t in (own["numbers"], logp))
+                return (-logp).sum() / counted.sum(), outputs
 
             return output, loss
 
         for chunk in chunks:
             chunk.train()
             chunk.zero_grad_buffer()
-        said = get_forward_backward_func()(
+        outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(parts) for _ in chunks] if len(chunks) > 1 else iter(parts),
             model=chunks,
@@ -111,23 +123,23 @@ def pipeline(_, model_dir, dtype, rows, how, fields, *, micro_batches=2, packed=
         grads = {}
         for model in models:
             grads |= whole_grads(model, arch)
-        return list(said) or None, grads
+        return list(outputs) or None, grads
 
 
 def micro_batch(rows, multiple, longest, packed):
-    """tokens, labels and packed_seq_params of some rows, padded to `longest` unless they are packed."""
+    """Return tokens, labels and packed_seq_params of rows, padded to `longest` unless `packed`."""
     if packed:
         return workers.packed(rows, multiple)
     tokens, _, labels, _ = (t[:-1] for t in workers.batch([*rows, [0] * (longest + 1)], multiple))
     return tokens, labels, None
 
 
-def part(given, params, group):
-    """What a context-parallel rank has of a micro-batch, by name."""
+def cp_part(given, params, group):
+    """Return the context-parallel rank's part of each tensor of a micro-batch, by name."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     if params is not None:
-        index = of_rank(params.cu_seqlens_q.tolist(), group.size(), group.rank())
+        index = cp_indices(params.cu_seqlens_q.tolist(), group.size(), group.rank())
         return {name: t[:, index] for name, t in given.items()}
     asked = inspect.signature(get_batch_on_this_cp_rank).parameters
     hybrid = {"is_hybrid_cp": False} if "is_hybrid_cp" in asked else {}
@@ -135,15 +147,19 @@ def part(given, params, group):
 
 
 def whole_grads(model, arch):
-    """HF name -> main_grad, put together of the tensor-parallel ranks' parts, and of those of the ranks that share experts."""
+    """Return HF name -> main_grad, gathered over the tensor-parallel and the expert-parallel ranks."""
     grads = {name: p.main_grad for name, p in model.named_parameters()}
     return {name: t.cpu() for name, t in whole(model, arch, grads)}
 
 
 def context(_, model_dir, dtype, rows, how, fields, *, packed=False, mask=False, change=None):
-    """A step under context parallelism: the places in the whole micro-batch of this rank's labels, their logprobs and
-    entropies; the places of all its tokens, and the gradients of their embeddings; HF name -> fp32 gradient, whole; and how
-    many tokens this rank had."""
+    """Run a training step under context parallelism.
+
+    Returns:
+        The positions of this rank's labels in the whole micro-batch, with their logprobs and entropies; the positions
+        of all its tokens, with the gradients of their embeddings; HF name -> unsharded fp32 gradient; and this rank's
+        number of tokens.
+    """
     from megatron.core import distributed
 
     arch, fields = read_architecture(model_dir), dict(fields)
@@ -163,7 +179,7 @@ def context(_, model_dir, dtype, rows, how, fields, *, packed=False, mask=False,
         )
         ddp.train()
         ddp.zero_grad_buffer()
-        multiple = 16  # the same micro-batch with every layout
+        multiple = 16  # the same padding in every layout
         if packed:
             tokens, labels, params = workers.packed(rows, multiple)
         else:
@@ -175,7 +191,7 @@ def context(_, model_dir, dtype, rows, how, fields, *, packed=False, mask=False,
             given["attention_mask"] = workers.causal_mask(tokens.shape[1])
         if change is not None:
             change(given, params)
-        own = part(given, params, model.pg_collection.cp)
+        own = cp_part(given, params, model.pg_collection.cp)
         result = logprobs(
             ddp,
             own["tokens"],
@@ -188,17 +204,17 @@ def context(_, model_dir, dtype, rows, how, fields, *, packed=False, mask=False,
         )
         (-result.log_probs.sum() / counted.sum()).backward()
         distributed.finalize_model_grads([ddp])
-        # DDP takes the mean over the ranks, of which each had a part of the sum.
+        # DDP averages over the context-parallel ranks, but each rank has only its part of the sum.
         grads = {name: g * cp for name, g in whole_grads(model, arch).items()}
         mine = own["labels"] != workers.IGNORE
         place = own["places"]
-        said = tuple(t[mine].detach().cpu() for t in (place, result.log_probs, result.entropy))
+        outputs = tuple(t[mine].detach().cpu() for t in (place, result.log_probs, result.entropy))
         flow = embedded[0].grad.transpose(0, 1).flatten(0, 1).cpu()
-        return said, (place.flatten().cpu(), flow), grads, place.numel()
+        return outputs, (place.flatten().cpu(), flow), grads, place.numel()
 
 
-def of_rank(starts, cp, rank):
-    """Which tokens of packed sequences with these `starts` a rank has, as TransformerEngine divides them."""
+def cp_indices(starts, cp, rank):
+    """Return the indices of a rank's tokens in packed sequences, in TransformerEngine's context-parallel layout."""
     if cp == 1:
         return list(range(starts[-1]))
     index = []
@@ -209,56 +225,56 @@ def of_rank(starts, cp, rank):
     return index
 
 
-def _last():
+def _is_last_stage():
     from megatron.core import parallel_state
 
     return parallel_state.is_pipeline_last_stage()
 
 
-def refused_field(models):
-    if _last():
+def set_softmax_scale(models):
+    if _is_last_stage():
         models[-1].config.softmax_scale = 0.1
 
 
-def another_base(models):
-    if _last():
+def change_rotary_base(models):
+    if _is_last_stage():
         models[-1].rotary_base = 20000.0
         models[-1].rotary_pos_emb.inv_freq = 1.0 / 20000.0 ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64)
 
 
-def another_layer(models):
-    if _last():
+def change_layer_number(models):
+    if _is_last_stage():
         models[-1].decoder.layers[0].layer_number = 1
 
 
-def no_hidden_states(_, model_dir):
-    """The second stage of a model outside of any schedule."""
+def second_stage_without_schedule(_, model_dir):
+    """Run the second pipeline stage of a model without a schedule."""
     with layout(pp=2), patch_megatron(300):
         model = workers.build(model_dir, torch.bfloat16)
         tokens = torch.tensor([[1, 2, 3]])
-        if _last():
+        if _is_last_stage():
             model(tokens, None, None, labels=tokens)
 
 
-def _second():
+def _is_second_cp_rank():
     from megatron.core import parallel_state
 
     return parallel_state.get_context_parallel_rank() == 1
 
 
 def wrong_token(given, params):
-    if _second():
+    if _is_second_cp_rank():
         given["tokens"][:] = 300
 
 
 def other_lengths(given, params):
-    if _second():
+    if _is_second_cp_rank():
         params.cu_seqlens_q = params.cu_seqlens_kv = params.cu_seqlens_q[[0, -1]]
         params.max_seqlen_q = params.max_seqlen_kv = int(params.cu_seqlens_q[-1])
 
 
 def odd_lengths(given, params):
-    if _second():
+    if _is_second_cp_rank():
         starts = params.cu_seqlens_q.clone()
         starts[1:-1] += 2
         params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = starts
@@ -266,17 +282,17 @@ def odd_lengths(given, params):
 
 
 def wrong_label(given, params):
-    if _second():
+    if _is_second_cp_rank():
         given["labels"][:] = 300
 
 
 def wrong_mask(given, params):
-    if _second():
+    if _is_second_cp_rank():
         given["attention_mask"] = ~given["attention_mask"]
 
 
 class _OnCuda(torch.overrides.TorchFunctionMode):
-    """Megatron's optimizers take a CPU for a GPU: what they make on "cuda" is on the CPU, and a parameter's type says cuda."""
+    """Mode for Megatron's optimizers on a CPU: replaces device "cuda" by "cpu" and adds "cuda" to tensor type names."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -289,8 +305,11 @@ class _OnCuda(torch.overrides.TorchFunctionMode):
 
 
 def data_parallel(_, model_dir, dtype, rows, how, *, distributed=True, overlap=False, clip=0.0, steps=2):
-    """The losses of steps of Megatron's Adam, of which each data-parallel rank has a part of `rows`, and the weights after
-    them."""
+    """Run steps of Megatron's Adam, each data-parallel rank on its part of `rows`.
+
+    Returns:
+        Per step, the loss and, if `clip`, the gradient norm; then the weights after all steps, by Megatron name.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -333,6 +352,6 @@ def data_parallel(_, model_dir, dtype, rows, how, *, distributed=True, overlap=F
                 done, norm, _ = optimizer.step()
             assert done
             losses.append((loss.item(), norm if clip else None))
-        if distributed and overlap:  # they are gathered before the next forward
+        if distributed and overlap:  # otherwise the next forward would gather the parameters
             ddp.start_param_sync(force_sync=True)
         return losses, {name: p.detach().cpu() for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""What the tests of mixtures of experts run on each rank; all with real Megatron-core."""
+"""Functions that the MoE tests run on each rank, with real Megatron-core."""
 
 import contextlib
 import re
@@ -25,24 +25,24 @@ def build(model_dir, dtype, sequence_parallel=False, **config):
 
 
 def own_rows(rows):
-    """This data-parallel rank's."""
+    """Return this data-parallel rank's rows."""
     from megatron.core import parallel_state
 
     return rows[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
 
 
-def every_way(_, model_dir, dtype, rows, how, sequence_parallel=False, **config):
-    """Way -> the logprobs of this rank's rows; and which those are."""
+def all_calls(_, model_dir, dtype, rows, how, sequence_parallel=False, **config):
+    """Return `workers.all_calls` of this rank's rows, and their indices in `rows`."""
     from megatron.core import parallel_state
 
     with layout(**how):
         mine = own_rows(rows)
         tp = TP(parallel_state.get_tensor_model_parallel_group())
-        return workers.every_way(tp, model_dir, dtype, sequence_parallel, mine, **config), [rows.index(r) for r in mine]
+        return workers.all_calls(tp, model_dir, dtype, sequence_parallel, mine, **config), [rows.index(r) for r in mine]
 
 
 def stock(_, model_dir, dtype, rows, how, sequence_parallel=False):
-    """The same by Megatron as it comes, padded."""
+    """Return the logprobs of this rank's rows from stock Megatron, padded."""
     with layout(**how), torch.no_grad():
         model = build(model_dir, dtype, sequence_parallel)
         given = workers.as_logprobs(own_rows(rows))
@@ -50,10 +50,22 @@ def stock(_, model_dir, dtype, rows, how, sequence_parallel=False):
 
 
 def step(_, model_dir, dtype, rows, how, sequence_parallel=False, patched=True, bare=False, packed=True, **config):
-    """A step over all ranks' rows, each packed on its rank: HF name -> whole gradient of the mean loss, and this rank's
-    choices, [mixtures, tokens, experts].
+    """Run a backward pass of the mean loss over the rows of all ranks.
 
-    bare: the gradients as the model made them, without Megatron's DDP; of dense weights they are this rank's alone."""
+    Args:
+        model_dir: HF directory.
+        dtype: Model type.
+        rows: Token lists of all ranks.
+        how: Arguments of `layouts.layout`.
+        sequence_parallel: Use sequence parallelism.
+        patched: Patch Megatron.
+        bare: Return the model's own gradients, without Megatron's DDP; for dense weights they are this rank's alone.
+        packed: Pack the rows of a rank, instead of padding them.
+        **config: Fields of the TransformerConfig.
+
+    Returns:
+        HF name -> unsharded gradient, and the experts of this rank's tokens, bool [MoE layers, tokens, experts].
+    """
     from megatron.core import distributed
 
     arch = read_architecture(model_dir)
@@ -88,16 +100,20 @@ def step(_, model_dir, dtype, rows, how, sequence_parallel=False, patched=True, 
         return {name: t.cpu() for name, t in whole(model, arch, grads)}, torch.stack(chosen)
 
 
-def trained(_, model_dir, dtype, rows, **fields):
-    """The logprobs of `rows`, padded, of a model that is being trained."""
+def training_logprobs(_, model_dir, dtype, rows, **fields):
+    """Return the logprobs of `rows`, padded, of a model in training mode."""
     with layout(), patch_megatron(300):
         model = build(model_dir, dtype, **fields).train()
         return torch.cat(recompute(model, workers.as_logprobs(rows), "padded")).detach()
 
 
-def biased(_, model_dir, dtype, rows, fields):
-    """A step with a bias that balances experts: for each layer how many tokens were counted and the bias after the step;
-    and the choices in it and after it."""
+def expert_bias_step(_, model_dir, dtype, rows, fields):
+    """Run a step that updates the expert bias.
+
+    Returns:
+        Per layer, the counted tokens of each expert; per layer, the bias after the step; the experts of each token
+        during the step and after it.
+    """
     from megatron.core import distributed
 
     chosen, counts = [], []
@@ -120,7 +136,7 @@ def biased(_, model_dir, dtype, rows, fields):
 
 
 def whole_weights(_, model_dir, dtype, how):
-    """HF name -> weight, put together of the ranks'."""
+    """Return HF name -> unsharded weight, gathered from the ranks."""
     with layout(**how):
         return dict(hf_weights(build(model_dir, dtype), read_architecture(model_dir)))
 
@@ -151,11 +167,11 @@ WRONG = {
         model.decoder.layers[0].mlp.router, "topk", 3
     ),
 }
-"""What one rank does differently from the other; the words before a colon must be in the error."""
+"""Error text, up to a colon -> change that rank 1 alone makes."""
 
 
 def wrong_on_one_rank(tp, model_dir, how):
-    """What each rank raises while rank 1 alone does each of `WRONG`; after each, all is right again."""
+    """Return this rank's error for each change of `WRONG` on rank 1; undoing the change must restore the bits."""
     with layout(**how), patch_megatron(300), torch.no_grad():
         model = build(model_dir, torch.bfloat16)
         own = [1, 2, 3, 4, 5] if how.get("tp") == 2 else [1, 2, 3, 4, 5][tp.rank :]
@@ -174,8 +190,8 @@ def wrong_on_one_rank(tp, model_dir, how):
         return raised
 
 
-def saved(_, model_dir, dtype, how, folder):
-    """Writes a distributed checkpoint of an aligned model."""
+def save_checkpoint(_, model_dir, dtype, how, folder):
+    """Write a distributed checkpoint of an aligned model and return the keys of its state dict."""
     with layout(**how), patch_megatron(300):
         model = build(model_dir, dtype)
         names = list(model.state_dict())
@@ -183,8 +199,8 @@ def saved(_, model_dir, dtype, how, folder):
         return names
 
 
-def loaded(_, model_dir, dtype, how, folder):
-    """HF name -> weight, of a model that reads it."""
+def load_checkpoint(_, model_dir, dtype, how, folder):
+    """Load a distributed checkpoint into an aligned model and return its weights by HF name."""
     from megatron.core import dist_checkpointing
 
     with layout(**how), patch_megatron(300):
@@ -204,9 +220,13 @@ def _sharded(model):
     return model.sharded_state_dict(metadata={"dp_cp_group": group})
 
 
-def undone(_, model_dir, dtype, rows):
-    """Logprobs of one model by Megatron as it comes before the patch and after it, and between; and the classes of its
-    modules before and after."""
+def patch_and_undo(_, model_dir, dtype, rows):
+    """Patch and undo the patch of one model.
+
+    Returns:
+        Stock logprobs before the patch, aligned logprobs, stock logprobs after undo, two bools: undo restored the
+        modules' classes, and the patch changed them; and the aligned modules from `status`.
+    """
     with layout(), torch.no_grad():
         model = build(model_dir, dtype)
         given = workers.as_logprobs(rows)
@@ -225,9 +245,11 @@ def undone(_, model_dir, dtype, rows):
         return before, between, stock(), classes_before == classes(), classes_before != classes_between, aligned
 
 
-def of_parts(how, sequence_parallel, dtype, **fields):
-    """A model whose first layer is dense, and the second a mixture whose experts are narrower than the first's MLP, with a
-    shared one. Weights go by names: the same whole ones in every layout."""
+def dense_and_moe_model(how, sequence_parallel, dtype, **fields):
+    """Build a model of a dense layer and an MoE layer with a shared expert, narrower than the dense MLP.
+
+    A weight's values depend only on its name, so the unsharded weights are the same in every layout.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -260,19 +282,19 @@ def of_parts(how, sequence_parallel, dtype, **fields):
     return model
 
 
-def of_parts_logprobs(_, rows, how, sequence_parallel, dtype, patched=True, **fields):
-    """This rank's rows' by such a model, and which those are; with `patched` false by Megatron as it comes."""
+def dense_and_moe_logprobs(_, rows, how, sequence_parallel, dtype, patched=True, **fields):
+    """Return the logprobs of this rank's rows from `dense_and_moe_model`, and their indices in `rows`."""
     with layout(**how), patch_megatron(512) if patched else contextlib.nullcontext(), torch.no_grad():
         mine = own_rows(rows)
-        model = of_parts(how, sequence_parallel, dtype, **fields).eval()
+        model = dense_and_moe_model(how, sequence_parallel, dtype, **fields).eval()
         values = recompute(model, workers.as_logprobs(mine), "padded", patched=patched)
         return torch.cat(values), [rows.index(row) for row in mine]
 
 
-def of_parts_gradients(_, rows, dtype, patched, **fields):
-    """Name -> gradient on one rank. The vocabulary has no padding, so that stock's loss is the same."""
+def dense_and_moe_gradients(_, rows, dtype, patched, **fields):
+    """Return name -> gradient on one rank; without vocabulary padding, the stock loss is the same."""
     with layout(), patch_megatron(512) if patched else contextlib.nullcontext():
-        model = of_parts({}, False, dtype, **fields).train()
+        model = dense_and_moe_model({}, False, dtype, **fields).train()
         tokens, _, labels, counted = workers.batch(rows)
         mask = workers.causal_mask(tokens.shape[1])
         model(tokens, None, mask, labels=labels.clamp(min=0))[counted].mean().backward()

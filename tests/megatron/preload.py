@@ -1,4 +1,4 @@
-"""What the ranks import, imported once, before they are forked."""
+"""Megatron modules that the fork server imports once, before it forks ranks."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What the tests run on each rank where TransformerEngine is installed, the real one or that of `te_on_cpu`."""
+"""Functions that the TransformerEngine tests run on each rank, with the real package or `te_on_cpu`."""
 
 import contextlib
 import copy
@@ -23,8 +23,8 @@ def classes(model):
     return {path: f"{type(m).__module__}.{type(m).__qualname__}" for path, m in model.named_modules()}
 
 
-def facts(model):
-    """What a patch must leave as it is: classes, attributes and the state dict, with ``_extra_state``."""
+def patch_invariants(model):
+    """Return what undo must restore: module classes, attribute names, and the types and marks of parameters."""
     attributes = {path: sorted(vars(m)) for path, m in model.named_modules()}
     marks = {
         name: (type(p).__name__, p.dtype, *(getattr(p, mark, None) for mark in MARKS))
@@ -36,8 +36,8 @@ def facts(model):
 MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
 
 
-def same_state(a, b):
-    """That two state dicts hold the same under the same names, in the same order."""
+def assert_same_state(a, b):
+    """Assert that two state dicts have equal entries under the same names, in the same order."""
     assert list(a) == list(b)
     for name in a:
         same = torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else a[name] is None is b[name]
@@ -50,38 +50,42 @@ def losses(model, rows, multiple=1):
         return model(tokens, positions, None, labels=labels.clamp(min=0))[counted]
 
 
-def taken_over_and_back(tp, model_dir, sequence_parallel, rows, **config):
-    """A model that is stock, aligned, and stock again: what `status` said, and its losses in each state."""
+def patch_and_undo(tp, model_dir, sequence_parallel, rows, **config):
+    """Patch and undo the patch of one model, and check its state dict and attributes in both states.
+
+    Returns:
+        The `status` while patched, and the losses before the patch, while patched and after undo.
+    """
     vocab, multiple = read_architecture(model_dir).vocab, tp.size
     with workers.megatron(tp):
         model = build(model_dir, sequence_parallel, **config)
         keys = [name for name in model.state_dict() if name.endswith("_extra_state")]
         assert any("linear_qkv" in key for key in keys) and any("core_attention" in key for key in keys)
         before = losses(model, rows, multiple)
-        seen, state = facts(model), copy.deepcopy(model.state_dict())
+        seen, state = patch_invariants(model), copy.deepcopy(model.state_dict())
         with patch_megatron(vocab) as handle:
             aligned = losses(model, rows, multiple)
             report = status(model)
-            assert facts(model)[1:] == (seen[1] | {"decoder": sorted(vars(model.decoder))}, seen[2])
-            same_state(model.state_dict(), state)
+            assert patch_invariants(model)[1:] == (seen[1] | {"decoder": sorted(vars(model.decoder))}, seen[2])
+            assert_same_state(model.state_dict(), state)
             names = {path: type(module).__name__ for path, module in model.named_modules()}
             assert names == {path: name.rpartition(".")[2] for path, name in seen[0].items()}, (
-                "weight converters tell modules by their classes' names"
+                "weight converters identify modules by class name"
             )
         assert not handle.names
-        assert facts(model) == seen
-        same_state(model.state_dict(), state)
+        assert patch_invariants(model) == seen
+        assert_same_state(model.state_dict(), state)
         return report, before, aligned, losses(model, rows, multiple)
 
 
-def copies(tp, model_dir, rows):
-    """Of an aligned model: they are taken over when they run, and stock when the patch is gone."""
+def check_copies(tp, model_dir, rows):
+    """Check that copies of an aligned model are aligned when they run and stock after undo."""
     with workers.megatron(tp):
         model = build(model_dir)
         stock = classes(model)
         with patch_megatron(read_architecture(model_dir).vocab):
             aligned = losses(model, rows)
-            used, unused = workers.copied(model), workers.copied(model)
+            used, unused = workers.deep_copy(model), workers.deep_copy(model)
             assert torch.equal(losses(used, rows), aligned)
             pickled = pickle.dumps(model.decoder.final_layernorm)
             assert type(pickle.loads(pickled)).__module__.startswith("transformer_engine.")
@@ -92,7 +96,7 @@ def copies(tp, model_dir, rows):
 
 
 def sharded(model):
-    """The sharded state dict, and what it says of each entry but its values."""
+    """Return the sharded state dict, and the metadata of each entry without its values."""
     from megatron.core.parallel_state import get_data_parallel_group
 
     group = get_data_parallel_group(with_context_parallel=True)
@@ -105,7 +109,10 @@ def sharded(model):
 
 
 def save(state, folder):
-    """Megatron's writer starts a process, which the processes of tests, being daemons, may not."""
+    """Save a distributed checkpoint from a test process.
+
+    Megatron's writer starts a process, which daemonic processes such as the tests' ranks may not.
+    """
     from megatron.core import dist_checkpointing
 
     config = multiprocessing.current_process()._config
@@ -116,8 +123,8 @@ def save(state, folder):
         config["daemon"] = True
 
 
-def checkpointed(tp, model_dir, folder, rows, **config):
-    """Distributed checkpoints, saved stock and loaded aligned, and the other way round; the keys of both layer specs."""
+def cross_load_checkpoints(tp, model_dir, folder, rows, **config):
+    """Load stock checkpoints aligned, and aligned ones stock; return the checkpoint keys of the TE and local spec."""
     from megatron.core import dist_checkpointing
 
     vocab = read_architecture(model_dir).vocab
@@ -133,32 +140,36 @@ def checkpointed(tp, model_dir, folder, rows, **config):
             assert aligned == stock
             save(state, folder / "aligned")
             losses(other, rows)
-            forget(other)
+            zero_parameters(other)
             other.load_state_dict(dist_checkpointing.load(sharded(other)[0], folder / "stock"))
-            same_state(other.state_dict(), weights)
+            assert_same_state(other.state_dict(), weights)
             assert torch.equal(losses(other, rows), expected)
-        forget(other)
+        zero_parameters(other)
         other.load_state_dict(dist_checkpointing.load(sharded(other)[0], folder / "aligned"))
-        same_state(other.state_dict(), weights)
+        assert_same_state(other.state_dict(), weights)
         return [
-            sorted(v[0] for k, v in shown.items() if "_extra_state" not in k) for shown in (stock, sharded(local)[1])
+            sorted(v[0] for k, v in entries.items() if "_extra_state" not in k)
+            for entries in (stock, sharded(local)[1])
         ]
 
 
-def forget(model):
+def zero_parameters(model):
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
 
 
-def sent(tp, model_dir):
-    """The weights under HF names."""
+def exported_weights(tp, model_dir):
+    """Return the weights by HF name."""
     with workers.megatron(tp):
         return dict(hf_weights(build(model_dir), read_architecture(model_dir)))
 
 
-def fused(tp, model_dir, rows, sequence_parallel=False):
-    """`workers.step` with ``gradient_accumulation_fusion``, which Megatron's own linear needs Apex for."""
+def steps_without_and_with_fusion(tp, model_dir, rows, sequence_parallel=False):
+    """Return `workers.step` without and with ``gradient_accumulation_fusion``.
+
+    Megatron's own linear layers need Apex for it, so the test overrides that check.
+    """
     from megatron.core.tensor_parallel import layers
 
     available = layers._grad_accum_fusion_available
@@ -183,7 +194,7 @@ def fused(tp, model_dir, rows, sequence_parallel=False):
 
 
 @contextlib.contextmanager
-def _module(module, name, value):
+def _set_attribute(module, name, value):
     before, had = vars(module).get(name), name in vars(module)
     vars(module)[name] = value
     try:
@@ -195,7 +206,7 @@ def _module(module, name, value):
 
 
 @contextlib.contextmanager
-def _exchanged(parent, name, module):
+def _replaced_child(parent, name, module):
     before = getattr(parent, name)
     setattr(parent, name, module)
     try:
@@ -206,7 +217,7 @@ def _exchanged(parent, name, module):
 
 @contextlib.contextmanager
 def _adapter(model):
-    """A parameter where nothing would use it."""
+    """Register a parameter on a submodule that the aligned parent does not run."""
     inside = next(iter(model.decoder.layers[0].self_attention.core_attention.children()))
     inside.register_parameter("lora", torch.nn.Parameter(torch.zeros(1)))
     try:
@@ -229,33 +240,33 @@ def _autocast():
     return fp8_autocast(enabled=True)
 
 
-def _at(name, value, path="decoder.layers.1.self_attention.linear_qkv"):
-    return lambda model: _module(model.get_submodule(path), name, value)
+def _set_at(name, value, path="decoder.layers.1.self_attention.linear_qkv"):
+    return lambda model: _set_attribute(model.get_submodule(path), name, value)
 
 
-REFUSED = {
+UNSUPPORTED = {
     "fp8_autocast": lambda model: _autocast(),
-    "primary_weights_in_fp8": _at("primary_weights_in_fp8", True),
-    "te_quant_params": _at("te_quant_params", object()),
-    "te_return_bias": _at("te_return_bias", True),
-    "linear_qkv.zero_centered_gamma": _at("zero_centered_gamma", True),
-    "final_layernorm.zero_centered_gamma": _at("zero_centered_gamma", True, "decoder.final_layernorm"),
-    "normalization": _at("normalization", "LayerNorm"),
-    "return_layernorm_output": _at("return_layernorm_output", True),
-    "weight_names": _at("weight_names", ["q_weight", "kv_weight"]),
-    "parallel_mode": _at("parallel_mode", None, "decoder.layers.0.mlp.linear_fc2"),
-    "softmax_type": _at("softmax_type", "learnable", "decoder.layers.0.self_attention.core_attention"),
-    "attn_mask_type": _at("attn_mask_type", "no_mask", "decoder.layers.0.self_attention.core_attention"),
-    "return_max_logit": _at("return_max_logit", True, "decoder.layers.0.self_attention.core_attention"),
-    "tp_group": _at("tp_group", None),
-    "forward": _at("forward", print),
-    "bias": _at("bias", torch.zeros(2), "decoder.layers.1.mlp.linear_fc1"),
-    "would not be used": _adapter,
-    "QuantLinear": lambda model: _exchanged(
+    "primary_weights_in_fp8": _set_at("primary_weights_in_fp8", True),
+    "te_quant_params": _set_at("te_quant_params", object()),
+    "te_return_bias": _set_at("te_return_bias", True),
+    "linear_qkv.zero_centered_gamma": _set_at("zero_centered_gamma", True),
+    "final_layernorm.zero_centered_gamma": _set_at("zero_centered_gamma", True, "decoder.final_layernorm"),
+    "normalization": _set_at("normalization", "LayerNorm"),
+    "return_layernorm_output": _set_at("return_layernorm_output", True),
+    "weight_names": _set_at("weight_names", ["q_weight", "kv_weight"]),
+    "parallel_mode": _set_at("parallel_mode", None, "decoder.layers.0.mlp.linear_fc2"),
+    "softmax_type": _set_at("softmax_type", "learnable", "decoder.layers.0.self_attention.core_attention"),
+    "attn_mask_type": _set_at("attn_mask_type", "no_mask", "decoder.layers.0.self_attention.core_attention"),
+    "return_max_logit": _set_at("return_max_logit", True, "decoder.layers.0.self_attention.core_attention"),
+    "tp_group": _set_at("tp_group", None),
+    "forward": _set_at("forward", print),
+    "bias": _set_at("bias", torch.zeros(2), "decoder.layers.1.mlp.linear_fc1"),
+    "the aligned parent module would ignore": _adapter,
+    "QuantLinear": lambda model: _replaced_child(
         model.decoder.layers[0].mlp, "linear_fc2", _subclass(model.decoder.layers[0].mlp.linear_fc2)
     ),
 }
-"""What one rank alone does; the words must be in the error."""
+"""Error text -> change that the last rank alone makes."""
 
 FIELDS = {
     "fp8": "hybrid",
@@ -274,16 +285,21 @@ FIELDS = {
 }
 
 
-def refused(tp, model_dir):
-    """What a forward raises when the last rank alone does each of `REFUSED`, or has each of `FIELDS`; after each, all is
-    right again."""
+def errors_by_change(tp, model_dir):
+    """Make each change of `UNSUPPORTED` and set each config field of `FIELDS` on the last rank alone.
+
+    Returns:
+        The names of all changes, and name -> error of this rank's forward. Undoing a change must restore the bits.
+    """
     with workers.megatron(tp), patch_megatron(read_architecture(model_dir).vocab), torch.no_grad():
         model = build(model_dir)
         tokens = torch.tensor(TOKENS, device=workers.DEVICE)
         expected = logprobs(model, tokens, None, None, tokens).log_probs
         fields = {name: value for name, value in FIELDS.items() if hasattr(model.config, name)}
-        kinds = {name: how for name, how in REFUSED.items() if name != "tp_group" or tp.size > 1}
-        wrong = kinds | {name: lambda model, n=name, v=v: _module(model.config, n, v) for name, v in fields.items()}
+        kinds = {name: how for name, how in UNSUPPORTED.items() if name != "tp_group" or tp.size > 1}
+        wrong = kinds | {
+            name: lambda model, n=name, v=v: _set_attribute(model.config, n, v) for name, v in fields.items()
+        }
         raised = {}
         for name, how in wrong.items():
             with how(model) if tp.rank == tp.size - 1 else contextlib.nullcontext():

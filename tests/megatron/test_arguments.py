@@ -1,5 +1,7 @@
-"""Arguments of a forward, of `logprobs` and of the framework's hook that make no sense: one clear error each, in the
-caller's terms, before anything is computed and on all tensor-parallel ranks."""
+"""Invalid arguments of the forward, of `logprobs` and of `output_processor`.
+
+Each raises an error that names the caller's argument, before any computation and on all tensor-parallel ranks.
+"""
 
 import types
 
@@ -92,10 +94,11 @@ def cases():
     for ignored in [None, "x", -100.0, True]:
         yield "ignore_index", dict(ignore_index=ignored)
     yield "return_entropy", dict(return_entropy="x")
-    yield "labels: id 300 at [1, 2]", dict(labels=torch.tensor([[0, 0, 0], [0, 0, 300]]))
-    yield "labels: id -1 at [0, 1]", dict(labels=torch.tensor([[0, -1, 0], [0, 0, 0]]))
-    yield "input_ids: an empty micro-batch, 0 rows of 3 tokens", dict(tokens=TOKENS[:0], labels=TOKENS[:0])
-    yield "input_ids: an empty micro-batch, 2 rows of 0 tokens", dict(tokens=TOKENS[:, :0], labels=TOKENS[:, :0])
+    right = "labels: must be in [0, 300) or equal ignore_index, -100, "
+    yield f"{right}got 300 at [1, 2]", dict(labels=torch.tensor([[0, 0, 0], [0, 0, 300]]))
+    yield f"{right}got -1 at [0, 1]", dict(labels=torch.tensor([[0, -1, 0], [0, 0, 0]]))
+    yield "input_ids: must not be empty, got 0 rows of 3 tokens", dict(tokens=TOKENS[:0], labels=TOKENS[:0])
+    yield "input_ids: must not be empty, got 2 rows of 0 tokens", dict(tokens=TOKENS[:, :0], labels=TOKENS[:, :0])
 
 
 def ask(model, tokens=TOKENS, position_ids=None, attention_mask=None, labels=TOKENS, **asked):
@@ -106,15 +109,15 @@ ALL = list(cases())
 
 
 @pytest.mark.parametrize("i", range(len(ALL)), ids=[f"{name}-{i}" for i, (name, _) in enumerate(ALL)])
-def test_one_clear_error(i, model):
+def test_invalid_argument_raises_an_error_that_starts_with_its_name(i, model):
     name, arguments = ALL[i]
     with pytest.raises((InputError, UnsupportedError)) as e:
         ask(model, **arguments)
     assert str(e.value).startswith(name), e.value
-    assert ask(model).log_probs.shape == TOKENS.shape  # nothing is left behind
+    assert ask(model).log_probs.shape == TOKENS.shape  # the next call succeeds
 
 
-def test_shapes_are_the_callers(model):
+def test_errors_report_the_callers_shapes(model):
     with pytest.raises(InputError, match=r"labels: expected int64 \[2, 3\], got int64 \[3, 2\]"):
         ask(model, labels=TOKENS.t())
     with pytest.raises(InputError, match=r"temperature: expected float32 \[2, 3\], got float32 \[3, 2\]"):
@@ -127,7 +130,7 @@ def test_shapes_are_the_callers(model):
         model(TOKENS, TOKENS[:, :2], None)
 
 
-def test_what_is_right_is_taken(model):
+def test_equivalent_arguments_give_the_same_logprobs(model):
     expected = ask(model, temperature=0.5).log_probs
     for temperature in (torch.tensor(0.5), torch.full(TOKENS.shape, 0.5), torch.full((3, 2), 0.5).t()):
         assert torch.equal(ask(model, temperature=temperature).log_probs, expected)
@@ -160,7 +163,7 @@ def packed(ends=(3,), **fields):
         (dict(qkv_format=None), "packed_seq_params.qkv_format"),
     ],
 )
-def test_packed_sequences(fields, named, model):
+def test_invalid_field_of_packed_seq_params_raises_an_error_that_names_it(fields, named, model):
     tokens = TOKENS[:1]
     with pytest.raises((InputError, UnsupportedError)) as e:
         ask(model, tokens=tokens, labels=tokens, packed_seq_params=packed(**fields))
@@ -168,11 +171,11 @@ def test_packed_sequences(fields, named, model):
     ask(model, tokens=tokens, labels=tokens, packed_seq_params=packed(max_seqlen_q=torch.tensor(3)))
 
 
-def test_packed_without_tokens(model):
-    with pytest.raises(InputError, match="input_ids: an empty micro-batch, 1 rows of 0 tokens"):
+def test_packed_micro_batch_may_have_empty_sequences_but_not_be_empty(model):
+    with pytest.raises(InputError, match="input_ids: must not be empty, got 1 rows of 0 tokens"):
         ask(model, tokens=TOKENS[:1, :0], labels=TOKENS[:1, :0], packed_seq_params=packed((0,)))
     tokens = TOKENS[:1]
-    some = ask(model, tokens=tokens, labels=tokens, packed_seq_params=packed((0, 3, 3)))  # empty sequences are fine
+    some = ask(model, tokens=tokens, labels=tokens, packed_seq_params=packed((0, 3, 3)))  # two empty sequences
     assert torch.equal(some.log_probs, ask(model, tokens=tokens, labels=tokens).log_probs)
 
 
@@ -187,17 +190,17 @@ def test_packed_without_tokens(model):
         (dict(decoder_input="x"), "decoder_input"),
         (dict(decoder_input=torch.zeros(3, 2, 256)), "decoder_input"),
         (dict(decoder_input=torch.zeros(3, 2, 128, dtype=torch.bfloat16)), "decoder_input"),
-        (dict(decoder_input=torch.zeros(0, 2, 256, dtype=torch.bfloat16)), "decoder_input: an empty micro-batch"),
+        (dict(decoder_input=torch.zeros(0, 2, 256, dtype=torch.bfloat16)), "decoder_input: must not be empty"),
         (dict(inference_context="x"), "inference_context"),
     ],
 )
-def test_other_arguments_of_the_forward(arguments, named, model):
+def test_invalid_argument_of_the_forward_raises_an_error_that_names_it(arguments, named, model):
     with pytest.raises((InputError, UnsupportedError)) as e:
         model(TOKENS, None, None, **arguments)
     assert str(e.value).startswith(named), e.value
 
 
-def test_decoder_input(model):
+def test_decoder_input_replaces_input_ids(model):
     with torch.no_grad():
         given = model.embedding(TOKENS, None)
         assert torch.equal(model(None, None, None, decoder_input=given), model(TOKENS, None, None))
@@ -206,33 +209,33 @@ def test_decoder_input(model):
 @pytest.mark.parametrize(
     "context, named",
     [
-        (object(), "output_processor_context: a object has no temperature"),
-        ("x", "output_processor_context: a str has no temperature"),
+        (object(), "output_processor_context: must have a temperature, got a object"),
+        ("x", "output_processor_context: must have a temperature, got a str"),
         (types.SimpleNamespace(temperature=None), "temperature"),
         (types.SimpleNamespace(temperature=1.0, ignore_index=None), "ignore_index"),
     ],
 )
-def test_contexts_of_the_hook(context, named, model):
-    """Where the framework has no hook, its function can be called all the same."""
+def test_invalid_output_processor_context_raises_an_error_that_names_it(context, named, model):
+    """Versions without the hook can still call `output_processor` directly."""
     hidden = torch.zeros(3, 2, 256, dtype=torch.bfloat16)
-    ways = [
+    calls = [
         lambda: output_processor(
             hidden_states=hidden, output_layer=model.output_layer, output_weight=None, labels=TOKENS, context=context
         )
     ]
-    if patch_megatron(300).has_hook:  # the one in force
-        ways.append(
+    if patch_megatron(300).has_hook:  # returns the handle of the existing patch
+        calls.append(
             lambda: model(
                 TOKENS, None, None, labels=TOKENS, output_processor=output_processor, output_processor_context=context
             )
         )
-    for way in ways:
+    for call in calls:
         with pytest.raises(InputError) as e:
-            way()
+            call()
         assert str(e.value).startswith(named), e.value
 
 
-def test_an_output_layer_of_another_model(model):
+def test_output_processor_rejects_an_output_layer_of_an_unpatched_model(model):
     with pytest.raises(UnsupportedError, match="output_layer"):
         output_processor(
             hidden_states=torch.zeros(3, 2, 256), output_layer=torch.nn.Linear(2, 2), output_weight=None, labels=TOKENS
@@ -248,7 +251,7 @@ def test_an_output_layer_of_another_model(model):
         (torch.zeros(2, 3, 384), TOKENS, "x", "label_smoothing"),
     ],
 )
-def test_cross_entropy(logits, target, smoothing, named, model):
+def test_cross_entropy_rejects_invalid_arguments(logits, target, smoothing, named, model):
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     with pytest.raises((InputError, UnsupportedError)) as e:
@@ -257,9 +260,8 @@ def test_cross_entropy(logits, target, smoothing, named, model):
 
 
 @pytest.mark.parametrize("what", sorted(workers.WRONG))
-def test_one_rank_of_two(what, checkpoint, pair):
-    """Both raise the same kind, and the next forward of both is right."""
+def test_invalid_argument_on_one_rank_raises_on_both_ranks(what, checkpoint, pair):
     for outcome in pair.run(2, workers.wrong_on_one_rank, checkpoint(), what):
-        assert outcome is not None, "an answer"
+        assert outcome is not None, "no error"
         kind, message = outcome
         assert kind in ("InputError", "UnsupportedError") and what.split()[0] in message, message

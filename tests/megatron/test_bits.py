@@ -1,4 +1,4 @@
-"""The promise on real Megatron: one set of logprob bits, whatever the batch and the tensor parallelism."""
+"""Logprob bits on real Megatron do not depend on the batch, the call or tensor parallelism."""
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
 from tests.ropes import ROPES
 
-# 300: both paddings (384 and 512) cut the last shard. 100: the second rank has only padding.
+# Vocabulary 300 is padded to 384 (TP 1) or 512 (TP 2), so the last rank has padding. 100 is padded to 256 at TP 2, so
+# the second rank has padding only.
 MODELS = [
     ("qwen3", torch.bfloat16, False, 300),
     ("qwen3", torch.float32, True, 300),
@@ -32,33 +33,33 @@ def name(model):
 
 
 @pytest.mark.parametrize("model", MODELS, ids=name)
-def test_every_way_gives_the_same_bits(model, checkpoint, rows, world, pair):
+def test_logprobs_are_equal_across_calls_and_layouts(model, checkpoint, rows, world, pair):
     arch, dtype, tied, vocab, *rope = model
     path = checkpoint(arch, dtype, tied, vocab, **({"rope_scaling": ROPES[rope[0]]} if rope else {}))
-    alone = workers.every_way(world, path, dtype, False, rows)
-    for way in ("padded", "packed", "loss call", "logits", "logprobs at 1.0"):
-        assert_bitwise_equal(alone[way], alone["one"], way)
-    assert_bitwise_equal(alone["logits at 0.7"], alone["logprobs at 0.7"], "logits at 0.7")
+    single_rank = workers.all_calls(world, path, dtype, False, rows)
+    for call in ("padded", "packed", "loss call", "logits", "logprobs at 1.0"):
+        assert_bitwise_equal(single_rank[call], single_rank["one"], call)
+    assert_bitwise_equal(single_rank["logits at 0.7"], single_rank["logprobs at 0.7"], "logits at 0.7")
     for sequence_parallel in (False, True):
-        for rank, result in enumerate(pair.run(2, workers.every_way, path, dtype, sequence_parallel, rows)):
-            assert result.keys() == alone.keys()
-            for way, value in result.items():
-                assert_bitwise_equal(value, alone[way], f"{way}, SP {sequence_parallel}, rank {rank}")
+        for rank, result in enumerate(pair.run(2, workers.all_calls, path, dtype, sequence_parallel, rows)):
+            assert result.keys() == single_rank.keys()
+            for call, value in result.items():
+                assert_bitwise_equal(value, single_rank[call], f"{call}, SP {sequence_parallel}, rank {rank}")
 
 
-def test_the_size_of_the_drift_check(checkpoint, rows, world, pair):
-    """The model of `alignkit check`, in which stock Megatron does differ between TP 1 and TP 2."""
+def test_check_model_is_aligned_although_stock_megatron_drifts(checkpoint, rows, world, pair):
+    """The model of `alignkit check`, on which stock Megatron differs between TP 1 and TP 2."""
     path = checkpoint("qwen3", torch.bfloat16, vocab=2000, hidden=512, layers=4, heads=8, kv_heads=4, intermediate=1536)
-    alone = workers.stock(world, path, torch.bfloat16, rows)
-    assert not torch.equal(pair.run(2, workers.stock, path, torch.bfloat16, rows)[0], alone)
-    alone = workers.every_way(world, path, torch.bfloat16, False, rows)
-    for way, value in pair.run(2, workers.every_way, path, torch.bfloat16, True, rows)[0].items():
-        assert_bitwise_equal(value, alone[way], way)
+    stock = workers.stock(world, path, torch.bfloat16, rows)
+    assert not torch.equal(pair.run(2, workers.stock, path, torch.bfloat16, rows)[0], stock)
+    single_rank = workers.all_calls(world, path, torch.bfloat16, False, rows)
+    for call, value in pair.run(2, workers.all_calls, path, torch.bfloat16, True, rows)[0].items():
+        assert_bitwise_equal(value, single_rank[call], call)
 
 
 @settings(max_examples=10)
 @given(data=st.data())
-def test_batch_order_and_padding_change_nothing(data, checkpoint, world):
+def test_batch_order_and_padding_change_no_bit(data, checkpoint, world):
     path = checkpoint("qwen3", torch.bfloat16)
     lengths = data.draw(st.lists(st.integers(2, 80), min_size=1, max_size=4), "lengths")
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
@@ -67,26 +68,24 @@ def test_batch_order_and_padding_change_nothing(data, checkpoint, world):
     multiple = data.draw(st.sampled_from([1, 8, 64]), "padding")
     with patch_megatron(300), torch.no_grad():
         model = workers.build(path, torch.bfloat16)
-        alone = recompute(model, workers.as_logprobs(rows), "one")
+        one_by_one = recompute(model, workers.as_logprobs(rows), "one")
         for mode in ("padded", "packed"):
             shuffled = recompute(model, workers.as_logprobs([rows[i] for i in order]), mode)
             for i, value in zip(order, shuffled, strict=True):
-                assert_bitwise_equal(value, alone[i], f"{mode}, row {i}")
+                assert_bitwise_equal(value, one_by_one[i], f"{mode}, row {i}")
         tokens, positions, labels, counted = workers.batch(rows, multiple)
         loss = model(tokens, positions, None, labels=labels)
-        assert_bitwise_equal(-loss[counted], torch.cat(alone), "padding")
+        assert_bitwise_equal(-loss[counted], torch.cat(one_by_one), "padding")
 
 
-def test_models_built_before_and_flags_of_fusion(checkpoint, rows, world, pair):
-    """A model that exists already is taken over; what frameworks switch on by habit is done by the ops anyway."""
+def test_models_built_before_the_patch_are_aligned(checkpoint, rows, world, pair):
     path = checkpoint("qwen3", torch.bfloat16)
-    expected = workers.every_way(world, path, torch.bfloat16, False, rows)["loss call"]
+    expected = workers.all_calls(world, path, torch.bfloat16, False, rows)["loss call"]
     for name, value in pair.run(2, workers.built_before, path, rows)[0].items():
         assert_bitwise_equal(value, expected, name)
 
 
-def test_weights_changed_in_place_reach_a_new_model(checkpoint, rows, world, pair):
-    """A training step on two ranks, sent out by HF names, gives on one rank what the two ranks have now."""
+def test_weights_exported_after_a_step_give_the_same_logprobs_at_tp_1(checkpoint, rows, world, pair):
     path = checkpoint("qwen2", torch.bfloat16)
     results = pair.run(2, workers.train_and_send, path, torch.bfloat16, rows)
     before, after, sent = results[0]
@@ -95,8 +94,7 @@ def test_weights_changed_in_place_reach_a_new_model(checkpoint, rows, world, pai
     assert_bitwise_equal(workers.load_and_compute(world, path, torch.bfloat16, rows, sent), after)
 
 
-def test_weights_in_place_of_the_directorys(checkpoint, world, tmp_path):
-    """A directory without weights will do then."""
+def test_build_takes_weights_for_a_directory_without_them(checkpoint, world, tmp_path):
     path = checkpoint("qwen3", torch.bfloat16)
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     expected = workers.build(path, torch.bfloat16).state_dict()
@@ -106,8 +104,8 @@ def test_weights_in_place_of_the_directorys(checkpoint, world, tmp_path):
             assert_bitwise_equal(made[key], value, key)
 
 
-def test_reference(checkpoint, rows, world):
-    """Against a float64 model: the conversion is right, and so is every op's place in the model."""
+def test_logprobs_agree_with_float64(checkpoint, rows, world):
+    """Checks the weight conversion and the order of the ops in the model."""
     from tests.megatron import reference
 
     for arch, tied, rope in (
@@ -122,6 +120,7 @@ def test_reference(checkpoint, rows, world):
         shape, weights = read_architecture(path), reference.weights64(Checkpoint(path))
         with torch.no_grad():
             expected = torch.cat([reference.logprobs(shape, weights, row) for row in rows])
-        actual = workers.every_way(world, path, torch.float32, False, rows)["one"]
-        # Logits of a few units, through a chain of `hidden` additions and 2 layers.
+        actual = workers.all_calls(world, path, torch.float32, False, rows)["one"]
+        # The rounding errors of an fp32 sum of `hidden` terms grow like sqrt(hidden) * 2**-24. The factor 64 allows for
+        # logits of a few units and for the sums of two layers.
         assert (actual - expected).abs().max() < 64 * shape.hidden**0.5 * 2**-24

@@ -1,6 +1,6 @@
-"""Models that Megatron-Bridge and mbridge build from an HF directory: they are aligned, and their weights come back.
+"""Models that Megatron-Bridge and mbridge build from an HF directory are aligned and export their weights.
 
-Both run as they are installed, over Megatron-core's own classes; TransformerEngine, which they need, is that of `te_on_cpu`.
+Both packages run unmodified on Megatron-core; TransformerEngine, which they need, is `te_on_cpu`.
 """
 
 import importlib.metadata
@@ -21,7 +21,7 @@ MODELS = {
 
 
 def missing(package, core):
-    """Why what needs a `package`, and Megatron-core of a version that begins with one of `core`, is not tested."""
+    """Return the skip reason if `package` is missing or Megatron-core's version has no prefix in `core`; else None."""
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -38,10 +38,10 @@ needs_mbridge = pytest.mark.skipif(NO_MBRIDGE is not None, reason=NO_MBRIDGE or 
 
 def check(results, path, expected):
     weights = Checkpoint(path)
-    for stock, logp, *given_back in results:
+    for stock, logp, *exports in results:
         assert not stock
         assert_bitwise_equal(logp, expected)
-        for given in given_back:
+        for given in exports:
             assert set(given) == set(weights)
             for name, value in given.items():
                 assert_bitwise_equal(value.cpu(), weights[name], name)
@@ -52,15 +52,15 @@ def check(results, path, expected):
     [pytest.param(bridges.megatron_bridge, name, marks=needs_bridge) for name in MODELS]
     + [pytest.param(bridges.mbridge, "qwen2-tied", marks=needs_mbridge)],
 )
-def test_models_of(build, name, checkpoint, rows, world, te):
-    """At TP 2 with sequence parallelism: the logprobs of alignkit's own model at TP 1."""
+def test_bridge_models_are_aligned_and_export_their_weights(build, name, checkpoint, rows, world, te):
+    """At TP 2 with sequence parallelism, logprobs equal those of alignkit's own model at TP 1."""
     path = checkpoint(*MODELS[name])
-    expected = workers.every_way(world, path, torch.bfloat16, False, rows)["loss call"]
-    check(te(2, build, path, rows, True, timeout=300), path, expected)  # the first one imports a lot
+    expected = workers.all_calls(world, path, torch.bfloat16, False, rows)["loss call"]
+    check(te(2, build, path, rows, True, timeout=300), path, expected)  # the first call imports the bridge
 
 
 @needs_bridge
-def test_its_hybrid_model(checkpoint, rows, world, te):
+def test_bridge_hybrid_model_is_aligned(checkpoint, rows, world, te):
     path = checkpoint(*MODELS["llama"])
-    expected = workers.every_way(world, path, torch.bfloat16, False, rows)["loss call"]
+    expected = workers.all_calls(world, path, torch.bfloat16, False, rows)["loss call"]
     check(te(2, bridges.hybrid_provider, path, rows, True, timeout=300), path, expected)

@@ -1,4 +1,4 @@
-"""HF weights to Megatron's layout and back."""
+"""Conversion of HF configs and weights to Megatron's layout and back."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tests.ropes import ROPES
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_round_trip(arch, tied, tp, checkpoint):
+def test_round_trip_returns_the_hf_weights(arch, tied, tp, checkpoint):
     path = checkpoint(arch, torch.bfloat16, tied)
     shape, weights = read_architecture(path), Checkpoint(path)
     shards = [to_megatron(shape, weights, tp_rank=r, tp_size=tp) for r in range(tp)]
@@ -32,8 +32,8 @@ def test_round_trip(arch, tied, tp, checkpoint):
 
 @pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_experts_over_ranks(grouped, arch, checkpoint):
-    """Each has neighbours of its own, cut as its expert-tensor-parallel rank says, whatever the other weights' cut is."""
+def test_experts_are_sharded_by_expert_and_expert_tensor_parallel_rank(grouped, arch, checkpoint):
+    """Each expert-parallel rank has consecutive experts; other weights do not depend on these ranks."""
     path = checkpoint(arch, experts=6, intermediate=64)
     shape, weights = read_architecture(path), Checkpoint(path)
     held = [
@@ -53,11 +53,10 @@ def test_experts_over_ranks(grouped, arch, checkpoint):
     experts = "decoder.layers.1.mlp.experts."
     name = experts + ("linear_fc1.weight1" if grouped else "local_experts.1.linear_fc1.weight")
     gate, up = (weights[f"model.layers.1.mlp.experts.4.{part}_proj.weight"] for part in ("gate", "up"))
-    assert torch.equal(
-        held[3][name], torch.cat([gate[32:], up[32:]])
-    )  # of the second rank its second expert, its second half
+    # EP rank 1, expert TP rank 1: second half of its second expert.
+    assert torch.equal(held[3][name], torch.cat([gate[32:], up[32:]]))
     assert len([name for name in held[0] if name.startswith(experts)]) == 2 * 3
-    assert "decoder.layers.1.pre_mlp_layernorm.weight" in held[0]  # before experts no linear has it within
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in held[0]  # MoE layers have no linear to fuse the norm into
 
     def shards(name):
         return [part[name] for part in held] if ".experts." in name else [held[0][name]]
@@ -67,8 +66,8 @@ def test_experts_over_ranks(grouped, arch, checkpoint):
 
 
 @pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe"])
-def test_layers_without_experts(arch, checkpoint):
-    """Their MLPs are cut as a dense model's, whatever the experts are, and have the norm before them within."""
+def test_dense_layers_of_moe_models_are_sharded_by_tensor_parallel_rank(arch, checkpoint):
+    """With fused norms, their first linear contains the norm, as in a dense model."""
     path = checkpoint(arch, layers=3, experts=4, intermediate=64, dense_layers=[0, 2], dense_intermediate=96)
     shape, weights = read_architecture(path), Checkpoint(path)
     assert (shape.dense_layers, shape.dense_intermediate, shape.intermediate) == ((0, 2), 96, 64)
@@ -96,19 +95,19 @@ def test_layers_without_experts(arch, checkpoint):
 @pytest.mark.parametrize(
     "ranks, error, named",
     [
-        ({"ep_size": 4}, UnsupportedError, "ep: 4 expert-parallel ranks do not divide 6 experts"),
+        ({"ep_size": 4}, UnsupportedError, "ep: must divide experts = 6, got 4"),
         ({"ep_size": 2, "ep_rank": 2}, InputError, "ep_rank"),
         ({"expert_tp_size": 2, "expert_tp_rank": -1}, InputError, "expert_tp_rank"),
     ],
 )
-def test_ranks_that_hold_no_experts(ranks, error, named, checkpoint):
+def test_invalid_expert_ranks_are_rejected(ranks, error, named, checkpoint):
     path = checkpoint("qwen3_moe", experts=6, intermediate=64)
     with pytest.raises(error, match=f"^{named}"):
         to_megatron(read_architecture(path), Checkpoint(path), **ranks)
 
 
-def test_norms_within_the_linears_after_them(checkpoint):
-    """As TransformerEngine's layer spec names them; the tensors are the same, and so is what comes back."""
+def test_fused_norms_are_stored_in_the_next_linear(checkpoint):
+    """Fused names follow TransformerEngine's layer spec; tensors and the round trip are unchanged."""
     shape, weights = read_architecture(checkpoint("qwen3")), Checkpoint(checkpoint("qwen3"))
     local, fused = (to_megatron(shape, weights, fused_norms=fused) for fused in (False, True))
     assert local.keys() - fused.keys() == {
@@ -121,8 +120,8 @@ def test_norms_within_the_linears_after_them(checkpoint):
     assert back.keys() == set(weights) and all(torch.equal(back[name], weights[name]) for name in back)
 
 
-def test_layout(checkpoint):
-    """The rows of each KV group stand together; gate and up of a rank follow each other."""
+def test_qkv_rows_are_grouped_by_kv_head_and_gate_precedes_up(checkpoint):
+    """Rows of a GQA group are contiguous; a rank's gate rows precede its up rows."""
     shape = read_architecture(checkpoint("qwen3"))
     d, group = shape.head_dim, shape.heads // shape.kv_heads
     q, k, v = (
@@ -137,7 +136,7 @@ def test_layout(checkpoint):
     assert torch.equal(fc1, torch.cat([gate[256:], up[256:]]))
 
 
-def test_sharded_files_and_dtype(checkpoint, tmp_path):
+def test_sharded_files_give_the_same_tensors_in_the_requested_dtype(checkpoint, tmp_path):
     path = checkpoint("llama", torch.bfloat16)
     tensors = load_file(path / "model.safetensors")
     names = sorted(tensors)
@@ -161,7 +160,7 @@ def read(directory, config):
 
 
 def scaling(rope):
-    """The fields of `alignkit.contract.rope`, of transformers' `rope_parameters`."""
+    """Return the fields of the `alignkit.contract.rope` class for transformers' `rope_parameters`, or None."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
@@ -175,14 +174,14 @@ def scaling(rope):
 
 
 def dense_layers(config):
-    """Those that have an MLP in a model whose other layers have experts."""
+    """Return the indices of an MoE model's dense layers."""
     listed, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
     listed = (*listed, *range(getattr(config, "first_k_dense_replace", 0)))
     return tuple(i for i in range(config.num_hidden_layers) if i in listed or (i + 1) % step)
 
 
 def transformers_reads(directory):
-    """What transformers, and with it vLLM, makes of the config: the fields of Architecture."""
+    """Return the fields of Architecture as transformers, and therefore vLLM, reads the config."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.from_pretrained(directory)
     rope = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta}
@@ -219,7 +218,7 @@ def transformers_reads(directory):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs(name, tmp_path):
+def test_published_config_is_read_as_by_transformers(name, tmp_path):
     config = PUBLISHED[name]
     assert asdict(read(tmp_path, config)) == transformers_reads(tmp_path)
 
@@ -228,8 +227,7 @@ def test_published_configs(name, tmp_path):
     "name", ["Qwen2.5-0.5B", "Qwen3-8B", "Meta-Llama-3-8B", "a Llama saved by Unsloth", "Mistral-7B-Instruct-v0.3"]
 )
 @pytest.mark.parametrize("change", ["absent", "null"])
-def test_a_field_that_is_not_there_is_what_the_engines_take_it_for(name, change, tmp_path):
-    """Or the config is refused, by the name of the field."""
+def test_missing_field_has_transformers_default_or_is_rejected_by_name(name, change, tmp_path):
     refused = set()
     for field in PUBLISHED[name]:
         config = {k: v for k, v in PUBLISHED[name].items() if k != field} | ({field: None} if change == "null" else {})
@@ -242,7 +240,7 @@ def test_a_field_that_is_not_there_is_what_the_engines_take_it_for(name, change,
             try:
                 theirs = transformers_reads(tmp_path)
             except Exception:
-                continue  # no engine starts with it
+                continue  # transformers rejects the config too
             assert ours == theirs, field
     assert refused >= {
         "hidden_size",
@@ -266,7 +264,7 @@ def test_a_field_that_is_not_there_is_what_the_engines_take_it_for(name, change,
 
 @pytest.mark.parametrize("family", [name.removesuffix("ForCausalLM") for name in ARCHITECTURES])
 @pytest.mark.parametrize("diff", [True, False])
-def test_configs_that_transformers_saves(family, diff, tmp_path):
+def test_config_saved_by_transformers_is_read_as_by_transformers(family, diff, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, family + "Config")(
         architectures=[family + "ForCausalLM"],
@@ -289,7 +287,7 @@ def test_configs_that_transformers_saves(family, diff, tmp_path):
         ({"architectures": None}, "architectures"),
         ({"architectures": "Qwen3ForCausalLM"}, "architectures"),
         ({"architectures": [["Qwen3ForCausalLM"]]}, "architectures"),
-        # Layers without rotary embeddings; norms after the sublayers, and of all of q and k.
+        # Layers without RoPE; post-norms, and q and k norms across heads.
         ({"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}, "SmolLM3ForCausalLM"),
         ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "Olmo2ForCausalLM"),
         ({"rope_interleaved": True}, "rope_interleaved"),
@@ -334,13 +332,13 @@ def test_configs_that_transformers_saves(family, diff, tmp_path):
         ({"num_experts": 8}, "num_experts"),
     ],
 )
-def test_an_unsupported_architecture(change, named, checkpoint, tmp_path):
+def test_unsupported_architecture_is_rejected(change, named, checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
     with pytest.raises(UnsupportedError, match=f"^{named}: |: .*{named}"):
         read(tmp_path, config | change)
 
 
-def test_experts(checkpoint, tmp_path):
+def test_moe_architecture_is_read(checkpoint, tmp_path):
     path = checkpoint("qwen3_moe", experts=6, top_k=3, normalize_top_k=False)
     arch = read_architecture(path)
     assert (arch.experts, arch.top_k, arch.normalize_top_k, arch.intermediate) == (6, 3, False, 512)
@@ -349,7 +347,7 @@ def test_experts(checkpoint, tmp_path):
     assert weights.header("model.layers.1.mlp.experts.5.down_proj.weight")[1] == (256, 512)
     assert not [name for name in weights if "mlp.gate_proj" in name]
     config = json.loads((path / "config.json").read_text())
-    # What published configurations say beside it: the width that a layer without experts would have, and the loss.
+    # Published configs also set the width of dense layers, of which there are none, and fields of the loss.
     published = {"intermediate_size": 6144, "router_aux_loss_coef": 0.001, "output_router_logits": False}
     same = {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 512}
     assert read(tmp_path, config | published | same) == arch
@@ -364,11 +362,19 @@ def test_experts(checkpoint, tmp_path):
         ({"decoder_sparse_step": 0}, InputError, "decoder_sparse_step"),
         ({"decoder_sparse_step": 3}, UnsupportedError, "mlp_only_layers / decoder_sparse_step: no layer"),
         ({"mlp_only_layers": [0, 1]}, UnsupportedError, "mlp_only_layers / decoder_sparse_step: no layer"),
-        ({"mlp_only_layers": [2]}, InputError, r"mlp_only_layers: .2. is no list of numbers of 2 layers"),
+        (
+            {"mlp_only_layers": [2]},
+            InputError,
+            r"mlp_only_layers: must be a list of layer indices in \[0, 2\), got \[2\]",
+        ),
         ({"mlp_only_layers": [True]}, InputError, "mlp_only_layers"),
         ({"mlp_only_layers": 1}, InputError, "mlp_only_layers"),
         ({"mlp_only_layers": [0]}, InputError, "model: .* has no field 'intermediate_size'"),
-        ({"mlp_only_layers": [0], "intermediate_size": 0}, InputError, "intermediate_size: 0"),
+        (
+            {"mlp_only_layers": [0], "intermediate_size": 0},
+            InputError,
+            "intermediate_size: must be a positive integer, got 0",
+        ),
         ({"first_k_dense_replace": 1}, UnsupportedError, "first_k_dense_replace"),
         ({"shared_expert_intermediate_size": 64}, UnsupportedError, "shared_expert_intermediate_size"),
         ({"num_local_experts": 8}, InputError, "num_experts and num_local_experts"),
@@ -379,13 +385,13 @@ def test_experts(checkpoint, tmp_path):
         ({"norm_topk_prob": 1}, InputError, "norm_topk_prob"),
     ],
 )
-def test_experts_refused(change, error, named, checkpoint, tmp_path):
+def test_invalid_moe_config_is_rejected(change, error, named, checkpoint, tmp_path):
     config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text())
     with pytest.raises(error, match=f"^{named}"):
         read(tmp_path, config | change)
 
 
-def test_which_layers_have_experts(checkpoint, tmp_path):
+def test_dense_layers_of_moe_models_are_read(checkpoint, tmp_path):
     config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text()) | {"intermediate_size": 384}
 
     def dense(**change):
@@ -399,16 +405,16 @@ def test_which_layers_have_experts(checkpoint, tmp_path):
     assert dense(decoder_sparse_step=2) == (0, 2, 4)
     assert dense(decoder_sparse_step=3, mlp_only_layers=[2]) == (0, 1, 2, 3, 4)
     odd = read(tmp_path, config | {"mlp_only_layers": [0], "intermediate_size": 99})
-    with pytest.raises(UnsupportedError, match="^tp: 2 ranks do not divide intermediate_size = 99"):
+    with pytest.raises(UnsupportedError, match="^tp: must divide intermediate_size = 99, got 2"):
         odd.check_tp(2)
 
 
-def test_sigmoid_scores(checkpoint, tmp_path):
-    """What GLM-4.5's configuration says of them, of shared experts, of rotary embeddings and of further layers."""
+def test_glm4_moe_architecture_is_read(checkpoint, tmp_path):
+    """Covers sigmoid scores, expert groups, shared experts, partial RoPE and multi-token prediction layers."""
     path = checkpoint("glm4_moe", torch.bfloat16, experts=8, top_k=4, groups=4, top_groups=2, options=["use_qk_norm"])
     config, weights = json.loads((path / "config.json").read_text()), Checkpoint(path)
     arch = read_architecture(path)
-    assert (arch.score, arch.choice_bias, arch.groups, arch.top_groups, arch.routed_scale) == (
+    assert (arch.score, arch.expert_bias, arch.groups, arch.top_groups, arch.routed_scale) == (
         "sigmoid",
         True,
         4,
@@ -425,19 +431,45 @@ def test_sigmoid_scores(checkpoint, tmp_path):
     without = {k: v for k, v in config.items() if k not in ("partial_rotary_factor", "rope_scaling", "rope_theta")}
     assert read(tmp_path, without | newer) == read(tmp_path, {"rope_theta": 10000.0} | without) == arch
     for change, error, named in (
-        ({"topk_group": 1}, InputError, "num_experts_per_tok: 4, of 1 of 4 groups"),
+        (
+            {"topk_group": 1},
+            InputError,
+            "num_experts_per_tok: must be at most the number of experts in 1 of 4 groups, got 4",
+        ),
         ({"topk_group": 4}, UnsupportedError, "topk_group: 4 groups for 4 experts are not supported"),
-        ({"topk_group": 5}, InputError, "n_group / topk_group: 5 of 4"),
-        ({"n_group": 3}, InputError, "n_group / topk_group: 2 of 3 groups of 8 experts"),
-        ({"n_group": 0}, InputError, "n_group: 0"),
+        (
+            {"topk_group": 5},
+            InputError,
+            "n_group / topk_group: n_group must divide 8 experts and be at least topk_group, "
+            "got n_group = 4, topk_group = 5",
+        ),
+        (
+            {"n_group": 3},
+            InputError,
+            "n_group / topk_group: n_group must divide 8 experts and be at least topk_group, "
+            "got n_group = 3, topk_group = 2",
+        ),
+        ({"n_group": 0}, InputError, "n_group: must be a positive integer, got 0"),
         ({"norm_topk_prob": False}, UnsupportedError, "norm_topk_prob: False is not supported"),
-        ({"routed_scaling_factor": 0}, InputError, "routed_scaling_factor: 0"),
-        ({"first_k_dense_replace": 2}, InputError, "first_k_dense_replace: 2 is no number of layers below 2"),
+        ({"routed_scaling_factor": 0}, InputError, "routed_scaling_factor: must be a positive number, got 0"),
+        ({"first_k_dense_replace": 2}, InputError, r"first_k_dense_replace: must be an integer in \[0, 2\), got 2"),
         ({"first_k_dense_replace": None}, InputError, "first_k_dense_replace"),
         ({"use_qk_norm": None}, InputError, "use_qk_norm"),
-        ({"partial_rotary_factor": 0.52}, InputError, "partial_rotary_factor: 0.52 of a head of 64"),
-        ({"partial_rotary_factor": 1.5}, InputError, "partial_rotary_factor: .1.5., expected one number up to 1"),
-        (newer | {"partial_rotary_factor": 0.25}, InputError, "partial_rotary_factor: .0.25, 0.5., expected one"),
+        (
+            {"partial_rotary_factor": 0.52},
+            InputError,
+            "partial_rotary_factor: must give a positive even number of head_dim = 64 dimensions, got 0.52",
+        ),
+        (
+            {"partial_rotary_factor": 1.5},
+            InputError,
+            r"partial_rotary_factor: must be one number in \(0, 1\], got \[1.5\]",
+        ),
+        (
+            newer | {"partial_rotary_factor": 0.25},
+            InputError,
+            r"partial_rotary_factor: must be one number in \(0, 1\], got \[0.25, 0.5\]",
+        ),
         ({"rope_scaling": ROPES["yarn"]}, UnsupportedError, "partial_rotary_factor: 0.5 is not supported with YaRN"),
         ({"num_nextn_predict_layers": -1}, InputError, "num_nextn_predict_layers"),
         ({"scoring_func": "softmax", "moe_layer_freq": 2}, UnsupportedError, "moe_layer_freq"),
@@ -445,15 +477,15 @@ def test_sigmoid_scores(checkpoint, tmp_path):
         with pytest.raises((InputError, UnsupportedError), match=f"^({named})") as raised:
             read(tmp_path, config | change)
         assert isinstance(raised.value, error), change
-    # Layers for multi-token prediction may lie in the checkpoint: as many as it says, and neither engine reads them.
+    # The checkpoint may have the config's number of multi-token prediction layers, which neither engine reads.
     further = {"model.layers.2.eh_proj.weight": torch.ones(2, 2)}
     check_weights(arch, {name: weights[name] for name in weights} | further)
     with pytest.raises(UnsupportedError, match="first 'model.layers.2.eh_proj.weight'"):
         check_weights(replace(arch, mtp_layers=0), {name: weights[name] for name in weights} | further)
 
 
-def test_a_shared_expert(checkpoint, tmp_path):
-    """It is cut as the MLP of a dense model, its gate is on all ranks."""
+def test_shared_expert_is_sharded_as_a_dense_mlp(checkpoint, tmp_path):
+    """Its gate is replicated."""
     path = checkpoint("qwen2_moe", experts=6, top_k=3, intermediate=64, shared_intermediate=96)
     arch, weights = read_architecture(path), Checkpoint(path)
     assert (arch.shared_intermediate, arch.normalize_top_k, arch.qkv_bias, arch.qk_norm) == (96, False, True, False)
@@ -467,17 +499,17 @@ def test_a_shared_expert(checkpoint, tmp_path):
     config = json.loads((path / "config.json").read_text())
     assert read(tmp_path, config | {"qkv_bias": True, "mlp_only_layers": None, "decoder_sparse_step": 1}) == arch
     for change, named in (
-        ({"qkv_bias": False}, "qkv_bias: False is not True"),
-        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: 0"),
+        ({"qkv_bias": False}, "qkv_bias: must be True, got False"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: must be a positive integer, got 0"),
     ):
         with pytest.raises((InputError, UnsupportedError), match=f"^{named}"):
             read(tmp_path, config | change)
     odd = read(tmp_path, config | {"shared_expert_intermediate_size": 99})
-    with pytest.raises(UnsupportedError, match="^tp: 2 ranks do not divide shared_expert_intermediate_size = 99"):
+    with pytest.raises(UnsupportedError, match="^tp: must divide shared_expert_intermediate_size = 99, got 2"):
         odd.check_tp(2)
 
 
-def test_fields_of_llama_that_vllm_reads(checkpoint, tmp_path):
+def test_llama_fields_that_only_vllm_reads_are_rejected(checkpoint, tmp_path):
     config = json.loads((checkpoint("llama") / "config.json").read_text())
     for change in ({"sliding_window": 64}, {"qkv_bias": True}, {"logit_scale": 0.5}):
         with pytest.raises(UnsupportedError, match=f"^{next(iter(change))}: "):
@@ -485,17 +517,21 @@ def test_fields_of_llama_that_vllm_reads(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "window, said", [(4096, "4096 is not supported"), ("absent", "absent, and mistral's"), (0, "0 is not")]
+    "window, message",
+    [
+        (4096, "4096 is not supported"),
+        ("absent", "missing, and transformers defaults to a sliding window for mistral"),
+        (0, "0 is not"),
+    ],
 )
-def test_a_window_of_mistral(window, said, checkpoint, tmp_path):
-    """Where the config does not say, its class in transformers has one."""
+def test_mistral_requires_a_null_sliding_window(window, message, checkpoint, tmp_path):
     config = json.loads((checkpoint("mistral") / "config.json").read_text())
     assert config.pop("sliding_window") is None
-    with pytest.raises(UnsupportedError, match=f"^sliding_window: {said}"):
+    with pytest.raises(UnsupportedError, match=f"^sliding_window: {message}"):
         read(tmp_path, config | ({} if window == "absent" else {"sliding_window": window}))
 
 
-def test_heads_of_qwen2_are_those_of_vllm(checkpoint, tmp_path):
+def test_qwen2_head_dim_that_vllm_ignores_is_rejected(checkpoint, tmp_path):
     config = json.loads((checkpoint("qwen2") / "config.json").read_text())
     with pytest.raises(UnsupportedError, match="^head_dim: "):
         read(tmp_path, config | {"head_dim": 2 * config["head_dim"]})
@@ -512,7 +548,7 @@ def test_heads_of_qwen2_are_those_of_vllm(checkpoint, tmp_path):
         {"layer_types": ["full_attention"] * 2},
     ],
 )
-def test_what_changes_nothing_passes(change, checkpoint, tmp_path):
+def test_fields_without_effect_are_accepted(change, checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
     assert read(tmp_path, config | change) == read_architecture(checkpoint())
 
@@ -561,21 +597,21 @@ SIZES = (
         ("head_dim", None),
     ],
 )
-def test_a_field_of_a_wrong_type(field, value, checkpoint, tmp_path):
+def test_field_of_an_invalid_type_or_value_is_rejected_by_name(field, value, checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
     with pytest.raises(InputError, match=f"^{field}: ") as e:
         read(tmp_path, config | {field: value})
     assert len(str(e.value)) < 600
 
 
-def test_two_rotary_bases(checkpoint, tmp_path):
+def test_conflicting_rotary_bases_are_rejected(checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
     with pytest.raises(InputError, match="rope_theta is 10000.0; rope_parameters: rope_theta is 1000000.0"):
         read(tmp_path, config | {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}})
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_scaling_by_either_name(kind, checkpoint, tmp_path):
+def test_rope_scaling_is_read_under_either_name(kind, checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
     older = read(tmp_path, config | {"rope_scaling": ROPES[kind]})
     newer = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")}
@@ -587,7 +623,7 @@ def test_scaling_by_either_name(kind, checkpoint, tmp_path):
         read(tmp_path, config | {"rope_scaling": ROPES[kind], "rope_parameters": ROPES[kind] | {"factor": 3.0}})
 
 
-def test_newer_configs_keep_the_base_in_rope_parameters(checkpoint, tmp_path):
+def test_rotary_base_is_read_from_rope_parameters(checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
     del config["rope_theta"]
     config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
@@ -596,14 +632,14 @@ def test_newer_configs_keep_the_base_in_rope_parameters(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", "[" * 10**5, '{"hidden_size": ' + "9" * 5000 + "}"])
-def test_a_broken_config(text, tmp_path):
+def test_broken_config_is_rejected(text, tmp_path):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match="config.json"):
         read_architecture(tmp_path)
 
 
-def test_broken_weights(checkpoint, tmp_path):
+def test_broken_weights_are_rejected(checkpoint, tmp_path):
     path = checkpoint("llama")
     shape, tensors = read_architecture(path), load_file(path / "model.safetensors")
     with pytest.raises(InputError, match="model"):
@@ -634,19 +670,19 @@ def index(directory, weight_map):
     [
         ("{", "cannot read .*model.safetensors.index.json"),
         ("[" * 10**5, "cannot read .*model.safetensors.index.json"),
-        ("[]", "index.json is not a JSON object"),
+        ("[]", "index.json: must be a JSON object"),
         ("{}", "index.json has no weight_map"),
         ('{"weight_map": []}', "index.json has no weight_map"),
         ({}, "index.json has no weight_map"),
-        ({"a": 3}, "'a' is in 3, which is not the name of a file"),
-        ({"a": "../model.safetensors"}, "which is not the name of a file"),
-        ({"a": "lost.safetensors"}, "has no lost.safetensors, which model.safetensors.index.json names"),
+        ({"a": 3}, "'a': must be in a file of this directory, got 3"),
+        ({"a": "../model.safetensors"}, "must be in a file of this directory, got '../model"),
+        ({"a": "lost.safetensors"}, "has no lost.safetensors, which model.safetensors.index.json lists"),
         ({"a": "config.json"}, "cannot read .*config.json"),
-        ({"a": "part.safetensors"}, "part.safetensors has no tensor 'a', which .*index.json names"),
-        ({"b": "part.safetensors", "c": "other.safetensors"}, "b is in two files"),
+        ({"a": "part.safetensors"}, "part.safetensors has no tensor 'a', which .*index.json lists"),
+        ({"b": "part.safetensors", "c": "other.safetensors"}, "two files contain the tensor 'b'"),
     ],
 )
-def test_a_broken_index(weight_map, message, tmp_path):
+def test_broken_index_is_rejected(weight_map, message, tmp_path):
     save_file({"b": torch.zeros(2)}, tmp_path / "part.safetensors")
     save_file({"b": torch.ones(2), "c": torch.ones(2)}, tmp_path / "other.safetensors")
     (tmp_path / "config.json").write_text("{}")
@@ -655,7 +691,7 @@ def test_a_broken_index(weight_map, message, tmp_path):
         Checkpoint(tmp_path)
 
 
-def test_files_that_vllm_would_read_too(checkpoint, tmp_path):
+def test_other_weight_files_that_vllm_would_load_are_rejected(checkpoint, tmp_path):
     tensors = load_file(checkpoint("llama") / "model.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
     Checkpoint(tmp_path)
@@ -667,10 +703,10 @@ def test_files_that_vllm_would_read_too(checkpoint, tmp_path):
         save_file(tensors, tmp_path / name)
         if indexed:
             index(tmp_path, dict.fromkeys(tensors, "model.safetensors"))
-        with pytest.raises(UnsupportedError, match=f"{name} stands beside model.safetensors"):
+        with pytest.raises(UnsupportedError, match=f"{name} is next to model.safetensors"):
             Checkpoint(tmp_path)
         (tmp_path / name).unlink()
-    save_file(tensors, tmp_path / "more.safetensors")  # the index leaves it out, for vLLM as well
+    save_file(tensors, tmp_path / "more.safetensors")  # not in the index, so vLLM ignores it too
     Checkpoint(tmp_path)
     (tmp_path / "hf_quant_config.json").write_text("{}")
     with pytest.raises(UnsupportedError, match="^hf_quant_config.json: "):
@@ -678,8 +714,8 @@ def test_files_that_vllm_would_read_too(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("file", [True, False])
-def test_a_tied_head_of_its_own(file, checkpoint, tmp_path):
-    """vLLM unties a model whose checkpoint has another lm_head.weight than its embedding."""
+def test_tied_head_that_differs_from_the_embedding_is_rejected(file, checkpoint, tmp_path):
+    """With such a checkpoint, vLLM would untie the model."""
     path = checkpoint("llama", torch.bfloat16, True)
     shape, tensors = read_architecture(path), load_file(path / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
@@ -694,7 +730,7 @@ def test_a_tied_head_of_its_own(file, checkpoint, tmp_path):
     same = to_megatron(shape, given(embedding.clone()))
     assert same.keys() == to_megatron(shape, tensors).keys()
     other = embedding.clone()
-    other.view(torch.int16)[-1, -1] ^= 1  # the smallest difference there is
+    other.view(torch.int16)[-1, -1] ^= 1  # the smallest possible difference
     for head in (other, embedding.float(), embedding[:-1].clone()):
         with pytest.raises(InputError, match="^tie_word_embeddings: "):
             to_megatron(shape, given(head))
@@ -702,17 +738,16 @@ def test_a_tied_head_of_its_own(file, checkpoint, tmp_path):
             check_weights(shape, given(head))
 
 
-def test_weights_that_are_not_floating(checkpoint):
+def test_integer_and_fp8_weights_are_rejected(checkpoint):
     path = checkpoint("llama")
     shape, tensors = read_architecture(path), load_file(path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     for dtype in (torch.int8, torch.float8_e4m3fn):
-        with pytest.raises(UnsupportedError, match=f"{name} is of type"):
+        with pytest.raises(UnsupportedError, match=f"{name}: expected a floating-point type, got "):
             check_weights(shape, tensors | {name: tensors[name].to(dtype)})
 
 
-def test_more_layers_than_anything_has(checkpoint):
-    """Found at the first that is missing."""
+def test_huge_layer_count_fails_at_the_first_missing_layer(checkpoint):
     path = checkpoint("llama")
     shape = replace(read_architecture(path), layers=2**31 - 1)
     with pytest.raises(InputError, match="no tensor 'model.layers.2.input_layernorm.weight'"):

@@ -1,4 +1,4 @@
-"""Megatron-core on Hopper GPUs, as many as there are, up to four: ``python -m pytest tests/megatron/test_cuda.py``."""
+"""Megatron-core on one to four Hopper GPUs: ``python -m pytest tests/megatron/test_cuda.py``."""
 
 import os
 import subprocess
@@ -14,14 +14,14 @@ from alignkit.testing import assert_bitwise_equal
 from tests.megatron import reference, workers
 from tests.megatron.gpus import GPUs
 from tests.megatron.test_gradients import bound
-from tests.megatron.test_recompute import DISTRIBUTED, RECOMPUTED, same
+from tests.megatron.test_recompute import DISTRIBUTED, RECOMPUTE_CONFIGS, same
 
 COUNT = most_ranks()
 WORLD = max((n for n in (1, 2, 4) if n <= COUNT), default=0)
 SIZES = [n for n in (1, 2, 4) if n <= WORLD]
-CUTS = [(tp, sp) for tp in SIZES for sp in ((False, True) if tp > 1 else (False,))]
+LAYOUTS = [(tp, sp) for tp in SIZES for sp in ((False, True) if tp > 1 else (False,))]
 BIG = dict(hidden=512, layers=4, heads=8, kv_heads=4, intermediate=1536)
-# 2000 cuts the last shard of both paddings; 100 leaves ranks that have nothing but padding.
+# Vocabulary 2000: the last shard of both padded sizes has padding. 100: some ranks have only padding.
 MODELS = {
     "qwen3": ("qwen3", torch.bfloat16, False, 2000),
     "llama-tied": ("llama", torch.bfloat16, True, 100),
@@ -46,10 +46,12 @@ def qwen3(checkpoint):
 
 
 @pytest.mark.parametrize("strict", "10")
-def test_wrong_values(qwen3, strict):
-    """The device's assertion says what is wrong, and stops the process; in strict mode the error has a name. Each in a process of
-    its own, which sees one GPU, for after an assertion the device takes no more work; before the GPUs have ranks that these would be
-    beside. What CUDA calls the error is not told: of processes that stop on one GPU at a time, some hear of a launch failure."""
+def test_invalid_value_on_the_device_stops_the_process_with_its_name(qwen3, strict):
+    """Check the output of a device-side assertion, or of the host-side error in strict mode.
+
+    Each case runs in its own process on one GPU, because a device-side assertion ends the CUDA context. The name of the
+    CUDA error is not checked: processes that fail on a GPU at the same time can report a launch failure.
+    """
     code = "import sys; from tests.megatron import workers; workers.wrong_value(*sys.argv[1:])"
     env = os.environ | {"CUDA_VISIBLE_DEVICES": visible()[0], "ALIGNKIT_STRICT": strict, "NCCL_DEBUG": "WARN"}
     started = {
@@ -63,46 +65,49 @@ def test_wrong_values(qwen3, strict):
         for what in WRONG
     }
     for what, process in started.items():
-        said = process.communicate(timeout=120)[0]
-        assert process.returncode != 0 and WRONG[what] in said and "no error" not in said, said
-        assert (ASSERTION in said) is (strict == "0"), said
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode != 0 and WRONG[what] in output and "no error" not in output, output
+        assert (ASSERTION in output) is (strict == "0"), output
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_way_gives_the_same_bits(name, checkpoint, gpus, long_rows):
+def test_logprobs_are_equal_across_calls_and_layouts(name, checkpoint, gpus, long_rows):
     path, dtype = checkpoint(*MODELS[name], **BIG), MODELS[name][1]
-    alone = gpus.with_tp(1, workers.every_way, path, dtype, False, long_rows)[0]
-    for way in ("padded", "packed", "loss call", "logits", "logprobs at 1.0"):
-        assert_bitwise_equal(alone[way], alone["one"], way)
-    for tp, sp in CUTS:
-        for rank, result in enumerate(gpus.with_tp(tp, workers.every_way, path, dtype, sp, long_rows)):
-            assert result.keys() == alone.keys()
-            for way, value in result.items():
-                assert_bitwise_equal(value, alone[way], f"{way}, TP {tp}, SP {sp}, rank {rank}")
+    single_rank = gpus.with_tp(1, workers.all_calls, path, dtype, False, long_rows)[0]
+    for call in ("padded", "packed", "loss call", "logits", "logprobs at 1.0"):
+        assert_bitwise_equal(single_rank[call], single_rank["one"], call)
+    for tp, sp in LAYOUTS:
+        for rank, result in enumerate(gpus.with_tp(tp, workers.all_calls, path, dtype, sp, long_rows)):
+            assert result.keys() == single_rank.keys()
+            for call, value in result.items():
+                assert_bitwise_equal(value, single_rank[call], f"{call}, TP {tp}, SP {sp}, rank {rank}")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-tied"])
-def test_one_step(name, checkpoint, gpus, long_rows):
-    """Gradients under Megatron's DDP: near float64's; the same bytes with recomputation, on every rank, and, but for
-    the norms, with sequence parallelism; the output layer's at every TP size."""
+def test_one_step_agrees_with_float64_and_across_layouts(name, checkpoint, gpus, long_rows):
+    """Check gradients under Megatron's DDP.
+
+    They agree with float64, and are bit-equal with recomputation, on all ranks and, except for norms, with sequence
+    parallelism. The output layer's gradient is bit-equal at every TP size.
+    """
     path, dtype = checkpoint(*MODELS[name], **BIG), MODELS[name][1]
     arch, weights = read_architecture(path), reference.weights64(Checkpoint(path))
     expected = -torch.cat([reference.logprobs(arch, weights, row) for row in long_rows]).mean()
     expected.backward()
-    most, without, first = bound(arch, dtype), {}, {}
-    for tp, sp in CUTS:
+    limit, without, first = bound(arch, dtype), {}, {}
+    for tp, sp in LAYOUTS:
         how = f"TP {tp}, SP {sp}"
-        configs = {"stored": {}, **RECOMPUTED, **({} if sp else {"distributed": DISTRIBUTED})}
-        results = gpus.with_tp(tp, workers.recomputed, path, dtype, sp, long_rows, configs)
+        configs = {"stored": {}, **RECOMPUTE_CONFIGS, **({} if sp else {"distributed": DISTRIBUTED})}
+        results = gpus.with_tp(tp, workers.steps_by_config, path, dtype, sp, long_rows, configs)
         stored = loss, grads = results[0]["stored"]
         for rank, result in enumerate(results):
             for config, actual in result.items():
                 same(actual, stored, f"{how}, {config}, rank {rank}")
-        assert abs(loss - expected.item()) < most * expected.item(), how
+        assert abs(loss - expected.item()) < limit * expected.item(), how
         assert grads.keys() == weights.keys()
         for weight, w in weights.items():
             error = ((grads[weight].double() - w.grad).norm() / w.grad.norm()).item()
-            assert error < most, f"{how}: {weight} is off by {error:.2e}, more than {most:.2e}"
+            assert error < limit, f"{how}: {weight} is off by {error:.2e}, more than {limit:.2e}"
         if sp:
             for weight, gradient in grads.items():
                 if "norm" not in weight:
@@ -113,11 +118,11 @@ def test_one_step(name, checkpoint, gpus, long_rows):
             assert_bitwise_equal(grads["lm_head.weight"], first["lm_head.weight"], how)
 
 
-def test_main_grad(qwen3, gpus, long_rows):
-    """Overlapped reduction, micro-batches and Float16Module leave the model's own gradients, added in fp32."""
+def test_main_grad_is_the_models_own_gradient(qwen3, gpus, long_rows):
+    """Covers overlapped reduction, micro-batches and Float16Module."""
     tp = SIZES[-1]
     given = qwen3, torch.bfloat16, False, long_rows
-    expected = gpus.with_tp(tp, workers.bare_step, *given, micro_batches=3)[0]
+    expected = gpus.with_tp(tp, workers.step_without_ddp, *given, micro_batches=3)[0]
     actual = gpus.with_tp(tp, workers.step, *given, micro_batches=3, wrapped=True, overlap=True)[0][1]
     for name, gradient in actual.items():
         if tp == 1 or "norm" not in name:
@@ -125,17 +130,17 @@ def test_main_grad(qwen3, gpus, long_rows):
 
 
 @several
-def test_the_distributed_optimizer(qwen3, gpus, long_rows):
-    """Parameters that are gathered while the next forward runs are waited for: the losses of the plain optimizer."""
+def test_distributed_optimizer_gives_the_losses_of_the_plain_one(qwen3, gpus, long_rows):
+    """With overlap, each forward waits for the parameters that are being gathered."""
     given = qwen3, torch.bfloat16, long_rows
     plain = gpus.with_tp(1, workers.optimizer_steps, *given, False, False)[0]
-    assert len(set(plain)) == len(plain)  # the weights move
+    assert len(set(plain)) == len(plain)  # the weights change
     for overlap in (False, True):
         for losses in gpus.with_tp(1, workers.optimizer_steps, *given, True, overlap):
             assert losses == plain, f"overlap {overlap}"
 
 
-def test_nothing_waits_for_the_device(qwen3, gpus, long_rows):
-    """Forward and backward of micro-batches, with masks and packed, while torch raises at every synchronisation."""
-    for tp, sp in CUTS:
-        gpus.with_tp(tp, workers.without_waiting, qwen3, torch.bfloat16, sp, long_rows)
+def test_forward_and_backward_do_not_synchronize(qwen3, gpus, long_rows):
+    """Run padded, masked and packed micro-batches while torch raises at every synchronization."""
+    for tp, sp in LAYOUTS:
+        gpus.with_tp(tp, workers.run_without_synchronization, qwen3, torch.bfloat16, sp, long_rows)

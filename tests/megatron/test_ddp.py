@@ -1,4 +1,4 @@
-"""Megatron's DistributedDataParallel: fp32 main gradients, overlap, micro-batches, hooks."""
+"""Megatron's DistributedDataParallel: fp32 main gradients, overlap, micro-batches and hooks."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ from tests.megatron import workers
 def test_main_grad_is_the_models_own_gradient(asked, checkpoint, rows, world, pair):
     path = checkpoint("qwen3", torch.bfloat16)
     step = partial(workers.step, **asked)
-    bare = partial(workers.bare_step, micro_batches=asked.get("micro_batches", 1))
+    bare = partial(workers.step_without_ddp, micro_batches=asked.get("micro_batches", 1))
     given = path, torch.bfloat16, False, rows
     expected = bare(world, *given)
     for name, gradient in step(world, *given)[1].items():
@@ -33,12 +33,12 @@ def test_main_grad_is_the_models_own_gradient(asked, checkpoint, rows, world, pa
         given = path, torch.bfloat16, sequence_parallel, rows
         expected = pair.run(2, bare, *given)[0]
         for name, gradient in pair.run(2, step, *given)[0][1].items():
-            if "norm" not in name:  # each rank has a part of a norm's gradient; finalize_model_grads adds them
+            if "norm" not in name:  # finalize_model_grads sums the ranks' parts of a norm's gradient
                 assert_bitwise_equal(gradient, expected[name], f"{name}, SP {sequence_parallel}")
 
 
-def test_the_hooks_of_every_module_with_parameters_run(checkpoint, world):
-    """In its forward pre-hooks the distributed optimizer waits for parameters that are being gathered."""
+def test_every_module_with_parameters_runs_its_forward_pre_hooks(checkpoint, world):
+    """The distributed optimizer's forward pre-hooks wait for parameters that are being gathered."""
     called = []
     with patch_megatron(300):
         model = workers.build(checkpoint(), torch.bfloat16)

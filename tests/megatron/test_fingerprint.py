@@ -1,4 +1,4 @@
-"""What ranks compare of their models: each thing that changes numbers or collectives changes it, in place or not."""
+"""Fingerprints that ranks compare: changes of a model that affect bits or collectives change them."""
 
 import pytest
 import torch
@@ -34,24 +34,26 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_is_seen(what, checkpoint, patched):
+def test_fingerprint_changes_with_the_model(what, checkpoint, patched):
     model = workers.build(checkpoint(), torch.bfloat16)
-    before = patched.models.adopt(model, runs=True)
-    assert patched.models.adopt(model, runs=True) == before
-    assert patched.models.adopt(workers.build(checkpoint(), torch.bfloat16), runs=True) == before, "another of the same"
+    before = patched.models.patch_model(model, for_forward=True)
+    assert patched.models.patch_model(model, for_forward=True) == before
+    assert patched.models.patch_model(workers.build(checkpoint(), torch.bfloat16), for_forward=True) == before, (
+        "an equal model has the same fingerprint"
+    )
     CHANGES[what](model)
-    after = patched.models.adopt(model, runs=True)
+    after = patched.models.patch_model(model, for_forward=True)
     assert what in {name for name in before if before[name] != after[name]}, after
 
 
-def test_it_says_how_many_of_what(checkpoint, patched):
+def test_fingerprint_counts_each_value(checkpoint, patched):
     model = workers.build(checkpoint(), torch.bfloat16)
     norms = sum(isinstance(m, torch.nn.RMSNorm) for m in model.modules())
-    assert patched.models.adopt(model)["eps of norms"].startswith(f"{norms} x 1e-06 (")
+    assert patched.models.patch_model(model)["eps of norms"].startswith(f"{norms} x 1e-06 (")
     norm_of(model).eps = 1e-3
-    assert patched.models.adopt(model)["eps of norms"].startswith(f"1 x 0.001, {norms - 1} x 1e-06 (")
+    assert patched.models.patch_model(model)["eps of norms"].startswith(f"1 x 0.001, {norms - 1} x 1e-06 (")
 
 
-def test_ranks_are_told_what_differs(checkpoint, pair):
+def test_error_on_both_ranks_says_what_differs(checkpoint, pair):
     for kind, message in pair.run(2, workers.wrong_on_one_rank, checkpoint(), "eps of norms"):
         assert kind == InputError.__name__ and message.startswith("eps of norms: differs") and "1 x 0.001" in message

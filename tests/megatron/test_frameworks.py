@@ -1,9 +1,9 @@
-"""What frameworks set on Megatron's TransformerConfig: each setting changes no bit, or is refused with its reason.
+"""TransformerConfig settings of RL frameworks are accepted and change no bit.
 
-`frameworks.json` was collected by running the frameworks' own code with Megatron-core 0.19.2: every field that is then away
-from the default of a plain TransformerConfig, but for sizes and initialisation. Models: Qwen2.5, Qwen3, Llama 3 and 3.2.
-NeMo-RL with its `grpo_math_1B.yaml`, with and without recomputation; verl with its `engine/megatron.yaml`, two tensor-parallel
-ranks; slime with the arguments of its `scripts/models` and `run-qwen3-4B.sh`.
+`frameworks.json` lists every field that a framework sets to another value than a plain TransformerConfig's default,
+except sizes and initialization. It was collected by running the frameworks' own code with Megatron-core 0.19.2, for
+Qwen2.5, Qwen3, Llama 3 and 3.2: NeMo-RL with `grpo_math_1B.yaml`, with and without recomputation; verl with
+`engine/megatron.yaml` and two tensor-parallel ranks; slime with `scripts/models` and `run-qwen3-4B.sh`.
 """
 
 import dataclasses
@@ -25,44 +25,46 @@ SETTINGS = sorted(
     {(field, json.dumps(v)) for fields in FRAMEWORKS.values() for field, values in fields.items() for v in values}
 )
 NEEDS_APEX = ("gradient_accumulation_fusion",)
-"""Megatron's own output layer is built with it only where Apex is installed."""
-AFTERWARDS = ("apply_rope_fusion", "moe_permute_fusion", "attention_backend")
-"""Megatron takes two of these only where TransformerEngine is installed, and one only once in a process: they are set on
-a configuration that exists."""
+"""Fields with which Megatron builds its output layer only if Apex is installed."""
+SET_AFTER_CONSTRUCTION = ("apply_rope_fusion", "moe_permute_fusion", "attention_backend")
+"""Fields that the test sets on an existing config.
+
+Megatron accepts the fusions only with TransformerEngine, and the backend only once per process.
+"""
 
 
-def value(shown):
-    """What a value of the file stands for."""
+def value(stored):
+    """Return the Python value of an entry of `frameworks.json`."""
     from megatron.core.transformer.enums import AttnBackend
 
-    if shown == "torch.nn.functional.silu":
+    if stored == "torch.nn.functional.silu":
         return F.silu
-    if isinstance(shown, str) and shown.startswith("torch."):
-        return getattr(torch, shown.removeprefix("torch."))
-    if isinstance(shown, str) and shown.startswith("AttnBackend."):
-        return AttnBackend[shown.removeprefix("AttnBackend.")]
-    return shown
+    if isinstance(stored, str) and stored.startswith("torch."):
+        return getattr(torch, stored.removeprefix("torch."))
+    if isinstance(stored, str) and stored.startswith("AttnBackend."):
+        return AttnBackend[stored.removeprefix("AttnBackend.")]
+    return stored
 
 
 def known(config, fields):
-    """`fields` without those that this version of Megatron-core lacks."""
+    """Return the `fields` that this Megatron-core version has."""
     names = {f.name for f in dataclasses.fields(config)}
     return {name: value for name, value in fields.items() if name in names}
 
 
-@pytest.mark.parametrize("field, shown", SETTINGS)
-def test_each_setting(field, shown, checkpoint, world):
+@pytest.mark.parametrize("field, stored", SETTINGS)
+def test_each_setting_is_accepted(field, stored, checkpoint, world):
     from alignkit.megatron.build import transformer_config
 
     config = transformer_config(read_architecture(checkpoint("qwen3")), torch.bfloat16)
-    for name, given in known(config, {field: value(json.loads(shown))}).items():
+    for name, given in known(config, {field: value(json.loads(stored))}).items():
         setattr(config, name, given)
     check_config(config)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_all_settings_of_a_framework_change_no_bit(framework, checkpoint, rows, world):
-    """On a model that is built with them: the same losses and, of the unfused and fused functions, the same bits."""
+    """Compares losses of a model built with the settings, and the fused and unfused cross entropy."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -76,12 +78,14 @@ def test_all_settings_of_a_framework_change_no_bit(framework, checkpoint, rows, 
     tokens, positions, labels, counted = workers.batch(rows)
     with patch_megatron(300), torch.no_grad():
         expected = workers.build(path, torch.bfloat16)(tokens, positions, None, labels=labels)
-        model = workers.build(path, torch.bfloat16, **{k: v for k, v in fields.items() if k not in AFTERWARDS})
-        for name in fields.keys() & AFTERWARDS:
+        model = workers.build(
+            path, torch.bfloat16, **{k: v for k, v in fields.items() if k not in SET_AFTER_CONSTRUCTION}
+        )
+        for name in fields.keys() & SET_AFTER_CONSTRUCTION:
             setattr(model.config, name, fields[name])
         assert_bitwise_equal(model(tokens, positions, None, labels=labels), expected, framework)
         if model.config.mtp_num_layers is not None:
-            model.config.mtp_num_layers = None  # up to 0.18, Megatron only gives logits of a model that has it so
+            model.config.mtp_num_layers = None  # Megatron-core up to 0.18 returns logits only if this is None
         logits = model(tokens, positions, None).transpose(0, 1).contiguous()
         fused = fused_vocab_parallel_cross_entropy(logits, labels.t(), model.pg_collection.tp).t()
         assert_bitwise_equal(fused[counted], expected[counted], "fused function")
@@ -89,7 +93,7 @@ def test_all_settings_of_a_framework_change_no_bit(framework, checkpoint, rows, 
         assert_bitwise_equal(loss[counted], expected[counted], "the model's own loss")
 
 
-def test_every_reason_is_about_fields_that_there_are(world):
+def test_unused_fields_exist_in_transformer_config(world):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     names = {f.name for f in dataclasses.fields(TransformerConfig)}

@@ -1,4 +1,4 @@
-"""One training step under Megatron's own DDP and finalize_model_grads, against a float64 model."""
+"""Gradients of a training step under Megatron's DDP and finalize_model_grads agree with a float64 model."""
 
 import math
 
@@ -12,11 +12,11 @@ CASES = [("qwen3", False), ("qwen2", True), ("llama", True)]
 
 
 def bound(arch, dtype):
-    """Relative error of a gradient tensor, in norm.
+    """Return the bound of the relative error of a gradient tensor, in norm.
 
-    A value goes through about 12 roundings to the model type in a layer, forward and again backward, and
-    through fp32 chains as long as each product's k. n independent roundings of unit u give about sqrt(n) u;
-    a factor 4 covers the tail.
+    A value has about 12 roundings to the model type per layer, forward and again backward, and fp32 accumulations as
+    long as each GEMM's k. n independent roundings of unit u give an error of about sqrt(n) u; a factor of 4 covers the
+    tail.
     """
     k = arch.hidden + 2 * arch.heads * arch.head_dim + 2 * arch.intermediate
     typed, chained = 24 * arch.layers + 4, 2 * (k * arch.layers + arch.hidden + arch.vocab)
@@ -32,8 +32,8 @@ def test_one_step_agrees_with_float64(model, dtype, checkpoint, rows, world, pai
     arch, weights = read_architecture(path), reference.weights64(Checkpoint(path))
     expected = -torch.cat([reference.logprobs(arch, weights, row) for row in rows]).mean()
     expected.backward()
-    most = bound(arch, dtype)
-    assert most < 0.2  # a lost or doubled part of a gradient cannot hide below it
+    limit = bound(arch, dtype)
+    assert limit < 0.2  # a lost or doubled term of a gradient exceeds it
 
     runs = {
         "tp1": workers.step(world, path, dtype, False, rows),
@@ -41,14 +41,14 @@ def test_one_step_agrees_with_float64(model, dtype, checkpoint, rows, world, pai
         "tp2-sp": pair.run(2, workers.step, path, dtype, True, rows)[0],
     }
     for how, (loss, grads) in runs.items():
-        assert abs(loss - expected.item()) < most * expected.item(), how
+        assert abs(loss - expected.item()) < limit * expected.item(), how
         assert grads.keys() == weights.keys()
         for name, w in weights.items():
             error = ((grads[name].double() - w.grad).norm() / w.grad.norm()).item()
-            assert error < most, f"{how}: {name} is off by {error:.2e}, more than {most:.2e}"
+            assert error < limit, f"{how}: {name} is off by {error:.2e}, more than {limit:.2e}"
 
 
-def test_entropy_and_temperature_have_gradients(checkpoint, rows, world):
+def test_entropy_gradients_agree_with_float64(checkpoint, rows, world):
     path = checkpoint("qwen3", torch.float32)
     arch, weights = read_architecture(path), reference.weights64(Checkpoint(path))
     grads = workers.entropy_step(world, path, torch.float32, rows[1:2], 0.7)

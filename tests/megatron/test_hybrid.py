@@ -1,4 +1,4 @@
-"""HybridModel, GPTModel's successor in Megatron-core: attention and MLP are layers of their own, the bits are GPTModel's."""
+"""HybridModel, GPTModel's successor with separate attention and MLP layers, gives GPTModel's bits."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from alignkit.megatron import logprobs, output_processor, patch_megatron, set_vo
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import hybrids, layouts, te_workers, workers
 from tests.megatron.test_pipeline import FOUR, OVERLAPPED, alone, check
-from tests.megatron.test_recompute import RECOMPUTED, same
+from tests.megatron.test_recompute import RECOMPUTE_CONFIGS, same
 from tests.ropes import ROPES
 
 PATTERN = dict(hybrid_layer_pattern="*-*-")
@@ -27,7 +27,7 @@ WAYS = [(1, False), (2, False), (2, True)]
 
 @pytest.fixture(scope="module")
 def ranks(world, pair):
-    """``ranks(size, function, *args)``, without TransformerEngine."""
+    """Return ``ranks(size, function, *args)``, which runs `function` on ranks without TransformerEngine."""
     return lambda size, function, *args: [function(world, *args)] if size == 1 else pair.run(2, function, *args)
 
 
@@ -43,21 +43,21 @@ def qwen3(checkpoint, patched):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_way_gives_the_bits_of_gpt_model(name, checkpoint, rows, world, ranks, te):
+def test_logprobs_have_the_bits_of_gpt_model(name, checkpoint, rows, world, ranks, te):
     path, dtype = checkpoint(*MODELS[name]), MODELS[name][1]
-    expected = workers.every_way(world, path, dtype, False, rows)
-    for run, spec in ((ranks, False), (te, True), (te, False)):  # the final norm is TransformerEngine's where it is
+    expected = workers.all_calls(world, path, dtype, False, rows)
+    for run, spec in ((ranks, False), (te, True), (te, False)):  # with TE installed, the local spec uses its final norm
         for size, sequence_parallel in WAYS[run is te :]:
-            way_of = partial(workers.every_way, transformer_engine=spec, **PATTERN)
-            for rank, result in enumerate(run(size, way_of, path, dtype, sequence_parallel, rows)):
+            all_calls = partial(workers.all_calls, transformer_engine=spec, **PATTERN)
+            for rank, result in enumerate(run(size, all_calls, path, dtype, sequence_parallel, rows)):
                 assert result.keys() == expected.keys()
-                for way, value in result.items():
-                    how = f"{way}, TP {size}, SP {sequence_parallel}, its spec {spec}, rank {rank}"
-                    assert_bitwise_equal(value, expected[way], how)
+                for call, value in result.items():
+                    how = f"{call}, TP {size}, SP {sequence_parallel}, its spec {spec}, rank {rank}"
+                    assert_bitwise_equal(value, expected[call], how)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_gpt_model(name, checkpoint, rows, ranks, te):
+def test_gradients_have_the_bits_of_gpt_model(name, checkpoint, rows, ranks, te):
     path, dtype = checkpoint(*MODELS[name]), MODELS[name][1]
     for size, sequence_parallel in WAYS:
         given = path, dtype, sequence_parallel, rows
@@ -76,15 +76,15 @@ def test_gradients_are_those_of_gpt_model(name, checkpoint, rows, ranks, te):
         (dict(pp=2, vpp=2), "*-|*-|*-|*-", OVERLAPPED),
         (dict(pp=2, vpp=2), "||*-*-*-*-|", OVERLAPPED),
     ],
-    ids=["even", "inside of a layer", "no borders", "interleaved", "empty stages"],
+    ids=["even", "inside of a layer", "no separator", "interleaved", "empty stages"],
 )
-def test_stages(how, pattern, fields, checkpoint, rows, world, two):
+def test_pipeline_gives_the_bits_of_one_process(how, pattern, fields, checkpoint, rows, world, two):
     given = checkpoint("qwen3", torch.bfloat16, **FOUR), torch.bfloat16, rows
     run = partial(layouts.pipeline, how=how, fields=fields | {"hybrid_layer_pattern": pattern})
     check(two.run(2, run, *given), alone(world, *given))
 
 
-def test_stages_with_tensor_and_sequence_parallelism(checkpoint, rows, world, two, four):
+def test_pipeline_with_tensor_and_sequence_parallelism_changes_no_bit(checkpoint, rows, world, two, four):
     given = checkpoint("qwen3", torch.bfloat16, **FOUR), torch.bfloat16, rows
     fields = dict(sequence_parallel=True)
     logp, _ = alone(world, *given)
@@ -94,7 +94,7 @@ def test_stages_with_tensor_and_sequence_parallelism(checkpoint, rows, world, tw
     check(results, (logp, grads))
 
 
-def test_context_parallelism(checkpoint, rows, two):
+def test_context_parallelism_gives_the_bits_of_gpt_model(checkpoint, rows, two):
     run = partial(layouts.context, how=dict(cp=2))
     given = checkpoint("qwen3", torch.bfloat16), torch.bfloat16, rows
     expected = two.run(2, partial(run, fields={}), *given)
@@ -104,36 +104,36 @@ def test_context_parallelism(checkpoint, rows, two):
         same((0.0, result[2]), (0.0, wanted[2]), "CP 2")
 
 
-def test_stages_whose_layers_are_not_the_models(checkpoint, rows, two):
+def test_stages_with_wrong_layer_numbers_are_rejected(checkpoint, rows, two):
     run = partial(
-        layouts.pipeline, how=dict(pp=2), fields=dict(hybrid_layer_pattern="*-|*-"), change=layouts.another_layer
+        layouts.pipeline, how=dict(pp=2), fields=dict(hybrid_layer_pattern="*-|*-"), change=layouts.change_layer_number
     )
     for outcome in two.outcomes(2, run, checkpoint(), torch.bfloat16, rows):
-        assert outcome.kind is InputError and "its stages have the layers [1, 2, 1, 4], of 4" in outcome.message
+        assert outcome.kind is InputError and "must have layers 1 to 4 in order, got [1, 2, 1, 4]" in outcome.message
 
 
-def test_recomputation(checkpoint, rows, ranks):
+def test_recomputation_changes_no_gradient(checkpoint, rows, ranks):
     path = checkpoint(*MODELS["qwen3"])
     stored = ranks(2, workers.step, path, torch.bfloat16, True, rows)[0]
-    configs = {name: config | PATTERN for name, config in RECOMPUTED.items()}
-    for result in ranks(2, workers.recomputed, path, torch.bfloat16, True, rows, configs):
+    configs = {name: config | PATTERN for name, config in RECOMPUTE_CONFIGS.items()}
+    for result in ranks(2, workers.steps_by_config, path, torch.bfloat16, True, rows, configs):
         for name, actual in result.items():
             same(actual, stored, name)
 
 
-def test_yarn(checkpoint, rows, world):
-    """Its base is kept by the rotary embedding itself."""
+def test_yarn_gives_the_bits_of_gpt_model(checkpoint, rows, world):
+    """With YaRN, the rotary embedding stores the base."""
     path = checkpoint("qwen3", torch.bfloat16, rope_scaling=ROPES["yarn"])
-    expected = workers.every_way(world, path, torch.bfloat16, False, rows)
-    for way, value in workers.every_way(world, path, torch.bfloat16, False, rows, **PATTERN).items():
-        assert_bitwise_equal(value, expected[way], way)
+    expected = workers.all_calls(world, path, torch.bfloat16, False, rows)
+    for call, value in workers.all_calls(world, path, torch.bfloat16, False, rows, **PATTERN).items():
+        assert_bitwise_equal(value, expected[call], call)
 
 
-def test_taken_over_and_back(checkpoint, rows, te):
-    """Names, classes and state dict of a model of TransformerEngine's spec, which stock Megatron can build too."""
-    run = partial(te_workers.taken_over_and_back, **PATTERN)
+def test_undo_restores_the_te_hybrid_model(checkpoint, rows, te):
+    """Checks names, classes and state dict of a model with TransformerEngine's layer spec."""
+    run = partial(te_workers.patch_and_undo, **PATTERN)
     for report, before, aligned, after in te(2, run, checkpoint(), True, rows):
-        assert not report["stock"] and report["aligned"]["decoder"] == "trunk"
+        assert not report["stock"] and report["aligned"]["decoder"] == "decoder"
         assert report["aligned"]["decoder.layers.2.self_attention.linear_qkv"] == "rms_norm, linear"
         assert report["aligned"]["decoder.layers.3.mlp.linear_fc1"] == "rms_norm, linear"
         assert report["aligned"]["decoder.final_norm"] == "rms_norm"
@@ -141,34 +141,34 @@ def test_taken_over_and_back(checkpoint, rows, te):
         assert not torch.equal(aligned, before)
 
 
-def test_distributed_checkpoints(checkpoint, rows, te, tmp_path):
+def test_distributed_checkpoints_load_stock_and_aligned(checkpoint, rows, te, tmp_path):
     for folder in ("stock", "aligned"):
         (tmp_path / folder).mkdir()
-    te(2, partial(te_workers.checkpointed, **PATTERN), checkpoint(), tmp_path, rows)
+    te(2, partial(te_workers.cross_load_checkpoints, **PATTERN), checkpoint(), tmp_path, rows)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama-tied"])
-def test_megatrons_own_spec(name, checkpoint, rows, te):
-    """It has no norms of q and k."""
+def test_hybrid_stack_spec_gives_the_bits_of_gpt_models_spec(name, checkpoint, rows, te):
+    """`hybrid_stack_spec` has no query/key norms."""
     path = checkpoint(MODELS[name][0], torch.bfloat16, MODELS[name][2])
-    for before, aligned, expected, after, report in te(2, hybrids.with_megatrons_own_spec, path, rows):
+    for before, aligned, expected, after, report in te(2, hybrids.compare_hybrid_stack_spec, path, rows):
         assert_bitwise_equal(aligned, expected, name)
         assert_bitwise_equal(after, before, "after undo")
         assert not torch.equal(aligned, before) and not report["stock"]
 
 
-def test_weights_under_their_hf_names(checkpoint, ranks):
+def test_exported_weights_equal_the_checkpoint(checkpoint, ranks):
     path = checkpoint()
     expected = Checkpoint(path)
     for size in (1, 2):
-        for weights in ranks(size, hybrids.sent, path):
+        for weights in ranks(size, hybrids.exported_weights, path):
             assert set(weights) == set(expected)
             for name, value in weights.items():
                 assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("what", hybrids.WRONG)
-def test_what_one_rank_refuses_raises_on_both(what, checkpoint, ranks):
+def test_invalid_input_on_one_rank_raises_on_both_ranks(what, checkpoint, ranks):
     raised = ranks(2, hybrids.wrong_on_one_rank, checkpoint(), what)
     assert all(raised) and all(what.removesuffix(" None") in message for _, message in raised), raised
 
@@ -183,24 +183,24 @@ LETTERS = {
 
 
 @pytest.mark.parametrize("letter", LETTERS)
-def test_other_layers_are_refused_before_they_are_built(letter, patched):
-    """There is no spec that they could be built of."""
+def test_unsupported_layer_types_are_rejected_before_construction(letter, patched):
+    """Without a spec, construction would fail."""
     pattern = letter * 2 if letter in "D+" else f"*-{letter}-"
     with pytest.raises(UnsupportedError) as raised:
-        hybrids.bare(None, pattern)
+        hybrids.build_without_checkpoint(None, pattern)
     assert str(raised.value).startswith(f"hybrid_layer_pattern: {letter} ({LETTERS[letter]}")
 
 
-def test_its_subclass_is_refused(patched):
+def test_subclass_is_rejected(patched):
     from megatron.core.models.mamba.mamba_model import MambaModel
 
     with pytest.raises(UnsupportedError, match="MambaModel is not supported"):
-        hybrids.bare(spec(), cls=MambaModel)
+        hybrids.build_without_checkpoint(spec(), cls=MambaModel)
 
 
-def test_multi_token_prediction_is_refused(patched):
+def test_multi_token_prediction_is_rejected(patched):
     with pytest.raises(UnsupportedError, match=r"hybrid_layer_pattern: / \(multi-token prediction"):
-        hybrids.bare(None, "*-*-/*-")
+        hybrids.build_without_checkpoint(None, "*-*-/*-")
 
 
 def spec():
@@ -212,15 +212,15 @@ def spec():
 
 
 @pytest.mark.parametrize("base", [2, 10000, 123456, 1000000, 5000000, 150000000])
-def test_the_base_is_read_off_the_frequencies(base, patched):
-    model = hybrids.bare(spec(), rotary_base=base)
-    assert patched.models.adopt(model)["rotary_base"] == repr(float(base))
+def test_rotary_base_is_derived_from_the_frequencies(base, patched):
+    model = hybrids.build_without_checkpoint(spec(), rotary_base=base)
+    assert patched.models.patch_model(model)["rotary_base"] == repr(float(base))
 
 
 @pytest.mark.parametrize("base", [1000001, 10000.001, 12345678])
-def test_a_base_that_cannot_be_read_is_refused(base, patched):
+def test_rotary_base_that_the_frequencies_do_not_determine_is_rejected(base, patched):
     with pytest.raises(UnsupportedError, match="rotary_base|rotary_pos_emb"):
-        hybrids.bare(spec(), rotary_base=base)
+        hybrids.build_without_checkpoint(spec(), rotary_base=base)
 
 
 @pytest.mark.parametrize(
@@ -233,12 +233,12 @@ def test_a_base_that_cannot_be_read_is_refused(base, patched):
     ],
     ids=["no positions", "partial", "interpolated", "a field"],
 )
-def test_settings_that_are_refused(arguments, named, patched):
+def test_unsupported_settings_are_rejected(arguments, named, patched):
     with pytest.raises(UnsupportedError, match=named):
-        hybrids.bare(spec(), **arguments)
+        hybrids.build_without_checkpoint(spec(), **arguments)
 
 
-def test_frequencies_of_another_scaling_are_refused(qwen3, monkeypatch):
+def test_scaled_frequencies_are_rejected(qwen3, monkeypatch):
     frequencies = qwen3.rotary_pos_emb.inv_freq.clone()
     frequencies[8:] /= 8
     monkeypatch.setattr(qwen3.rotary_pos_emb, "inv_freq", frequencies)
@@ -246,7 +246,7 @@ def test_frequencies_of_another_scaling_are_refused(qwen3, monkeypatch):
         qwen3(hybrids.tensor(hybrids.TOKENS), None, None)
 
 
-def test_what_a_forward_is_called_with(qwen3):
+def test_forward_arguments_are_used_or_rejected(qwen3):
     tokens = hybrids.tensor(hybrids.TOKENS)
     expected = logprobs(qwen3, tokens, None, None, tokens, temperature=0.7).log_probs
     asked = type("Asked", (), {"temperature": 0.7})
@@ -256,14 +256,14 @@ def test_what_a_forward_is_called_with(qwen3):
         qwen3(tokens, None, None, output_processor=print, **given)
     with pytest.raises(UnsupportedError, match="inference_context"):
         qwen3(tokens, None, None, inference_params=object())
-    with pytest.raises(UnsupportedError, match="HybridStack: called outside of"):
+    with pytest.raises(UnsupportedError, match="HybridStack: must be called from its model's forward"):
         qwen3.decoder(torch.zeros(2, 1, 256, dtype=torch.bfloat16), None)
     logits = qwen3(tokens, None, None)
     embedded = qwen3.embedding(tokens, None)
     assert_bitwise_equal(qwen3(None, None, None, decoder_input=embedded), logits)
 
 
-def test_a_vocabulary_of_its_own_and_a_critic(checkpoint, world):
+def test_own_vocab_size_and_critic_head_are_supported(checkpoint, world):
     tokens = hybrids.tensor(hybrids.TOKENS)
     with patch_megatron():
         model = workers.build(checkpoint(), torch.bfloat16, **PATTERN)
@@ -284,7 +284,7 @@ def value_head(self, hidden, weight=None, runtime_gather_output=None):
 
 
 @pytest.mark.parametrize("pattern", ["-*-*", "*-", "**--", "*-*-*-"])
-def test_a_pattern_that_is_not_the_checkpoints(pattern, checkpoint, patched):
+def test_pattern_that_does_not_match_the_checkpoint_is_rejected(pattern, checkpoint, patched):
     with pytest.raises(InputError, match="hybrid_layer_pattern"):
         workers.build(checkpoint(), torch.bfloat16, hybrid_layer_pattern=pattern)
     assert read_architecture(checkpoint()).layers == 2

@@ -1,4 +1,4 @@
-"""Mixtures of experts under real Megatron-core: the same bits in every layout, and gradients against float64."""
+"""MoE models under real Megatron-core: the same bits in every layout, and gradients that agree with float64."""
 
 import dataclasses
 import itertools
@@ -13,13 +13,13 @@ from alignkit.megatron import patch_megatron
 from alignkit.testing import Failed, assert_bitwise_equal
 from tests.megatron import layouts, mixtures, reference, workers
 from tests.megatron.test_gradients import bound
-from tests.megatron.test_recompute import RECOMPUTED
+from tests.megatron.test_recompute import RECOMPUTE_CONFIGS
 from tests.vllm import moe
 
 SIZES = dict(intermediate=128, experts=8, top_k=2)
 DENSE = dict(layers=3, dense_layers=(1,), dense_intermediate=192)
-"""A layer without experts between two mixtures."""
-OF_FAMILY = {"qwen3_moe": {}, "qwen2_moe": DENSE, "glm4_moe": {}}
+"""Sizes of a model with a dense layer between two MoE layers."""
+FAMILY_SIZES = {"qwen3_moe": {}, "qwen2_moe": DENSE, "glm4_moe": {}}
 LAYOUTS = {
     "two data-parallel ranks, experts on each": (dict(ep=2), False),
     "tensor parallel, experts cut": (dict(tp=2), False),
@@ -29,14 +29,14 @@ LAYOUTS = {
     "sequence parallel, experts on each": (dict(tp=2, ep=2, etp=1), True),
     "sequence parallel, all experts on both": (dict(tp=2, etp=1), True),
 }
-"""`layouts.layout`'s and whether with sequence parallelism; of two ranks, all with other groups for experts."""
+"""Name -> arguments of `layouts.layout`, sequence parallelism. Process groups of the experts differ in each."""
 
 TRAINED = [name for name, (how, sp) in LAYOUTS.items() if how == dict(ep=2) or (sp and how != dict(tp=2, etp=1))]
-"""Those that every version of Megatron has right gradients for."""
+"""Layouts for which every Megatron-core version computes correct gradients."""
 
 
 @pytest.fixture(scope="module")
-def mixture(checkpoint):
+def moe_checkpoint(checkpoint):
     def make(dtype=torch.bfloat16, arch="qwen3_moe", **sizes):
         return checkpoint(arch, dtype, **(SIZES | sizes))
 
@@ -44,43 +44,45 @@ def mixture(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def alone(mixture, rows, world):
-    """Way -> the logprobs on one rank, by dtype."""
-    made = {}
+def alone(moe_checkpoint, rows, world):
+    """Return a function from dtype to `mixtures.all_calls` on one rank, cached."""
+    cache = {}
 
-    def of(dtype):
-        if dtype not in made:
-            made[dtype] = mixtures.every_way(None, mixture(dtype), dtype, rows, {})[0]
-        return made[dtype]
+    def compute(dtype):
+        if dtype not in cache:
+            cache[dtype] = mixtures.all_calls(None, moe_checkpoint(dtype), dtype, rows, {})[0]
+        return cache[dtype]
 
-    return of
+    return compute
 
 
-def of_rows(values, rows, which):
+def select_rows(values, rows, indices):
     parts = values.split([len(row) - 1 for row in rows])
-    return torch.cat([parts[i] for i in which])
+    return torch.cat([parts[i] for i in indices])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_every_way_gives_the_same_bits(dtype, mixture, rows, alone, two):
+def test_logprobs_are_equal_across_calls_and_layouts(dtype, moe_checkpoint, rows, alone, two):
     expected = alone(dtype)
-    for way in ("one", "padded", "packed", "loss call", "logits", "logprobs at 1.0"):
-        assert_bitwise_equal(expected[way], expected["one"], way)
+    for call in ("one", "padded", "packed", "loss call", "logits", "logprobs at 1.0"):
+        assert_bitwise_equal(expected[call], expected["one"], call)
     for called, (how, sequence_parallel) in LAYOUTS.items():
         if dtype == torch.float32 and not sequence_parallel and how != dict(ep=2):
             continue
-        for result, which in two.run(2, mixtures.every_way, mixture(dtype), dtype, rows, how, sequence_parallel):
-            for way, value in result.items():
-                assert_bitwise_equal(value, of_rows(expected[way], rows, which), f"{called}: {way}")
+        for result, indices in two.run(
+            2, mixtures.all_calls, moe_checkpoint(dtype), dtype, rows, how, sequence_parallel
+        ):
+            for call, value in result.items():
+                assert_bitwise_equal(value, select_rows(expected[call], rows, indices), f"{called}: {call}")
 
 
 GLM = dict(layers=3, dense_layers=(0, 1), dense_intermediate=192, options=("attention_bias",), top_k=2)
-"""As GLM-4.5-Air: biases of q, k and v, and no norms of q and k."""
+"""Sizes of a model like GLM-4.5-Air, with q, k and v biases and without query/key norms."""
 OTHERS = {
     "qwen2_moe bf16": ("qwen2_moe", torch.bfloat16, DENSE),
     "qwen2_moe fp32": ("qwen2_moe", torch.float32, DENSE),
     "glm4_moe bf16": ("glm4_moe", torch.bfloat16, GLM),
-    "glm4_moe fp32, groups, norms of q and k": (
+    "glm4_moe fp32, groups, query/key norms": (
         "glm4_moe",
         torch.float32,
         {"groups": 4, "top_groups": 1, "options": ("use_qk_norm",), "rotary_factor": 0.25},
@@ -89,26 +91,26 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_what_the_ops_give_on_whole_weights(kind, mixture, rows, world, two):
-    """Of families that vLLM's engine is compared with in the same way, with layers without experts, in every layout."""
+def test_logprobs_equal_a_composition_of_ops_on_unsharded_weights(kind, moe_checkpoint, rows, world, two):
+    """Covers models with dense layers in every layout; the vLLM tests compare with the same composition."""
     arch, dtype, sizes = OTHERS[kind]
-    path = mixture(dtype, arch, **sizes)
-    expected, _ = mixtures.every_way(None, path, dtype, rows, {})
+    path = moe_checkpoint(dtype, arch, **sizes)
+    expected, _ = mixtures.all_calls(None, path, dtype, rows, {})
     composed = torch.cat([moe.logprobs(path, row[:1], row[1:]) for row in rows])
-    for way in ("one", "padded", "packed", "loss call"):
-        assert_bitwise_equal(expected[way], composed, way)
+    for call in ("one", "padded", "packed", "loss call"):
+        assert_bitwise_equal(expected[call], composed, call)
     for called, (how, sequence_parallel) in LAYOUTS.items():
         if dtype == torch.float32 and called not in TRAINED:
             continue
-        for result, which in two.run(2, mixtures.every_way, path, dtype, rows, how, sequence_parallel):
-            for way in ("padded", "packed"):
-                assert_bitwise_equal(result[way], of_rows(composed, rows, which), f"{called}: {way}")
+        for result, indices in two.run(2, mixtures.all_calls, path, dtype, rows, how, sequence_parallel):
+            for call in ("padded", "packed"):
+                assert_bitwise_equal(result[call], select_rows(composed, rows, indices), f"{called}: {call}")
 
 
-def test_a_shared_expert_that_is_not_what_the_configuration_says(mixture, world):
+def test_shared_expert_that_differs_from_the_config_is_rejected(moe_checkpoint, world):
     tokens = torch.tensor([[1, 2, 3, 4]])
     with patch_megatron(300), torch.no_grad():
-        model = mixtures.build(mixture(arch="qwen2_moe"), torch.bfloat16)
+        model = mixtures.build(moe_checkpoint(arch="qwen2_moe"), torch.bfloat16)
         expected = model(tokens, None, None)
         layer = model.decoder.layers[1].mlp
         for owner, name, value in (
@@ -123,9 +125,9 @@ def test_a_shared_expert_that_is_not_what_the_configuration_says(mixture, world)
         assert_bitwise_equal(model(tokens, None, None), expected)
 
 
-def test_stock_does_not(mixture, rows, alone, two):
-    """So the test above can fail."""
-    path, dtype = mixture(), torch.bfloat16
+def test_stock_megatron_differs_between_layouts(moe_checkpoint, rows, alone, two):
+    """Shows that the bit-equality tests can fail."""
+    path, dtype = moe_checkpoint(), torch.bfloat16
     one_rank = mixtures.stock(None, path, dtype, rows, {})
     for called in ("tensor parallel, experts cut", "sequence parallel, experts on each"):
         other = two.run(2, mixtures.stock, path, dtype, rows, *LAYOUTS[called])[0]
@@ -133,31 +135,31 @@ def test_stock_does_not(mixture, rows, alone, two):
     assert (one_rank != alone(dtype)["padded"]).any()
 
 
-def test_experts_without_normalized_weights(mixture, rows, world, two):
-    path = mixture(normalize_top_k=False)
-    expected, _ = mixtures.every_way(None, path, torch.bfloat16, rows, {})
-    for result, which in two.run(2, mixtures.every_way, path, torch.bfloat16, rows, dict(ep=2)):
-        assert_bitwise_equal(result["packed"], of_rows(expected["one"], rows, which))
+def test_unnormalized_routing_weights_give_the_same_bits(moe_checkpoint, rows, world, two):
+    path = moe_checkpoint(normalize_top_k=False)
+    expected, _ = mixtures.all_calls(None, path, torch.bfloat16, rows, {})
+    for result, indices in two.run(2, mixtures.all_calls, path, torch.bfloat16, rows, dict(ep=2)):
+        assert_bitwise_equal(result["packed"], select_rows(expected["one"], rows, indices))
 
 
 def relative_error(gradient, wanted):
-    """Of an expert that no token goes to, 0 if it has none."""
+    """Return the relative error in norm; for an expert without tokens, 0 if its gradient is 0, else 1."""
     return ((gradient.double() - wanted).norm() / wanted.norm()).item() if wanted.any() else float(gradient.any())
 
 
-@pytest.mark.parametrize("arch", OF_FAMILY)
+@pytest.mark.parametrize("arch", FAMILY_SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_one_step_agrees_with_float64(dtype, arch, mixture, rows, world, two):
-    """The reference has the experts that were chosen; its own choice differs where two experts are as good."""
-    path = mixture(dtype, arch, **OF_FAMILY[arch])
+def test_one_step_agrees_with_float64(dtype, arch, moe_checkpoint, rows, world, two):
+    """The reference uses the model's experts: its own routing could differ where scores nearly tie."""
+    path = moe_checkpoint(dtype, arch, **FAMILY_SIZES[arch])
     arch = read_architecture(path)
     width = max(arch.top_k * arch.intermediate + arch.shared_intermediate, arch.dense_intermediate)
-    most = bound(dataclasses.replace(arch, intermediate=width), dtype)
+    limit = bound(dataclasses.replace(arch, intermediate=width), dtype)
     grads, chosen = mixtures.step(None, path, dtype, rows, {})
     again, _ = mixtures.step(None, path, dtype, rows, {})
     weights = reference.weights64(Checkpoint(path))
     assert [name for name in weights if name not in grads] == [name for name in weights if name.endswith("_bias")]
-    for name in weights.keys() - grads.keys():  # of the choice: it has no gradient
+    for name in weights.keys() - grads.keys():  # expert biases have no gradient
         weights[name].requires_grad_(False)
     trained = {name: w for name, w in weights.items() if name in grads}
     starts = torch.tensor([0, *(len(row) - 1 for row in rows)]).cumsum(0).tolist()
@@ -167,25 +169,25 @@ def test_one_step_agrees_with_float64(dtype, arch, mixture, rows, world, two):
     for name, w in trained.items():
         assert_bitwise_equal(again[name], grads[name], name)
         error = relative_error(grads[name], w.grad)
-        assert error < most, f"{name} is off by {error:.2e}, more than {most:.2e}"
+        assert error < limit, f"{name} is off by {error:.2e}, more than {limit:.2e}"
     for called, (how, sequence_parallel) in LAYOUTS.items():
         if called not in TRAINED:
             continue
         for other, _ in two.run(2, mixtures.step, path, dtype, rows, how, sequence_parallel):
             for name, w in trained.items():
                 error = relative_error(other[name], w.grad)
-                assert error < most, f"{called}: {name} is off by {error:.2e}, more than {most:.2e}"
+                assert error < limit, f"{called}: {name} is off by {error:.2e}, more than {limit:.2e}"
 
 
-def test_gradients_of_experts_are_the_same_bytes(mixture, rows, world, two):
-    """Of one global batch, whichever ranks have its tokens and the experts."""
-    path, dtype = mixture(), torch.bfloat16
+def test_expert_gradients_are_equal_across_layouts(moe_checkpoint, rows, world, two):
+    """The layouts distribute one global batch."""
+    path, dtype = moe_checkpoint(), torch.bfloat16
     expected = mixtures.step(None, path, dtype, [*rows[::2], *rows[1::2]], {}, bare=True)[0]
     of_experts = [name for name in expected if ".experts." in name]
     for grads, _ in two.run(2, mixtures.step, path, dtype, rows, dict(ep=2), False, True, True):
         for name in of_experts:
             assert_bitwise_equal(grads[name], expected[name], name)
-    # Tensor-parallel ranks add what flows back to a dense layer, and to experts that they cut: it is the same before.
+    # Input gradients of dense layers and sharded experts are summed over TP ranks, so only the last layer is bit-equal.
     each, cut = (
         two.run(2, mixtures.step, path, dtype, rows, *LAYOUTS[f"sequence parallel, experts {how}"], True, True)[0][0]
         for how in ("on each", "cut")
@@ -210,28 +212,28 @@ SHARED = {
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_mixtures_of_other_parts(kind, rows, world, two):
-    """A dense layer, then a mixture with a shared expert, or with groups of experts."""
+def test_shared_experts_and_expert_groups_give_the_same_bits(kind, rows, world, two):
+    """Models have a dense layer, then an MoE layer with a shared expert or expert groups."""
     fields = SHARED[kind]
-    expected, _ = mixtures.of_parts_logprobs(None, rows, {}, False, torch.bfloat16, **fields)
-    stock, _ = mixtures.of_parts_logprobs(None, rows, {}, False, torch.bfloat16, False, **fields)
+    expected, _ = mixtures.dense_and_moe_logprobs(None, rows, {}, False, torch.bfloat16, **fields)
+    stock, _ = mixtures.dense_and_moe_logprobs(None, rows, {}, False, torch.bfloat16, False, **fields)
     assert (stock != expected).any() and (stock - expected).abs().mean() < 0.1
     for how, sp in ((dict(ep=2), False), (dict(tp=2), False), (dict(tp=2), True), (dict(tp=2, ep=2, etp=1), True)):
-        run = partial(mixtures.of_parts_logprobs, **fields)
-        for result, which in two.run(2, run, rows, how, sp, torch.bfloat16):
-            assert_bitwise_equal(result, of_rows(expected, rows, which), f"{kind}, {how}")
+        run = partial(mixtures.dense_and_moe_logprobs, **fields)
+        for result, indices in two.run(2, run, rows, how, sp, torch.bfloat16):
+            assert_bitwise_equal(result, select_rows(expected, rows, indices), f"{kind}, {how}")
     with torch.compiler.set_stance("force_eager"):
         ours, its = (
-            mixtures.of_parts_gradients(None, rows, torch.float32, patched, **fields) for patched in (True, False)
+            mixtures.dense_and_moe_gradients(None, rows, torch.float32, patched, **fields) for patched in (True, False)
         )
     assert ours.keys() == its.keys()
     for name, gradient in its.items():
         assert ((ours[name] - gradient).norm() / gradient.norm()).item() < 1e-4, name
 
 
-def test_losses_that_balance_experts_change_gradients_alone(mixture, rows, alone, world):
-    """By as much as in Megatron as it comes, whose loss is another: it counts the padded vocabulary."""
-    path, dtype = mixture(torch.float32), torch.float32
+def test_load_balancing_losses_change_only_gradients(moe_checkpoint, rows, alone, world):
+    """The change equals stock Megatron's; the gradients do not, because its loss includes the padded vocabulary."""
+    path, dtype = moe_checkpoint(torch.float32), torch.float32
     names = [f"model.layers.{i}.mlp.gate.weight" for i in range(2)]
 
     def gradients(**how):
@@ -245,8 +247,8 @@ def test_losses_that_balance_experts_change_gradients_alone(mixture, rows, alone
                 fields["moe_aux_loss_coeff"] = [0.1, 0.05]
             if kind == "z":
                 fields = {"moe_z_loss_coeff": 0.1}
-            given = mixtures.trained(None, path, dtype, rows[:2], **fields)
-            assert_bitwise_equal(given, of_rows(alone(dtype)["padded"], rows, [0, 1]), kind)
+            given = mixtures.training_logprobs(None, path, dtype, rows[:2], **fields)
+            assert_bitwise_equal(given, select_rows(alone(dtype)["padded"], rows, [0, 1]), kind)
             ours, its = gradients(**fields), gradients(patched=False, **fields)
             for name in names:
                 added, wanted = ours[name] - plain[name], its[name] - stock[name]
@@ -254,15 +256,15 @@ def test_losses_that_balance_experts_change_gradients_alone(mixture, rows, alone
                 assert ((added - wanted).norm() / wanted.norm()).item() < 1e-3, kind
 
 
-def test_a_bias_that_balances_experts(mixture, rows, world):
-    """Megatron counts the tokens of each expert and moves the bias; the choice heeds it."""
+def test_expert_bias_is_updated_and_changes_the_routing(moe_checkpoint, rows, world):
+    """Megatron updates the bias from the token counts of the experts."""
     fields = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.125,
     }
-    path = mixture()
-    counts, biases, first, second = mixtures.biased(None, path, torch.bfloat16, rows, fields)
+    path = moe_checkpoint()
+    counts, biases, first, second = mixtures.expert_bias_step(None, path, torch.bfloat16, rows, fields)
     for count, bias, chosen in zip(counts, biases, first, strict=True):
         assert count.tolist() == chosen.sum(0).tolist()
         mean = count.sum() / len(count)
@@ -270,10 +272,13 @@ def test_a_bias_that_balances_experts(mixture, rows, world):
     assert (first != second).any()
 
 
-def test_recomputation_changes_no_gradient(mixture, rows, world, two):
-    path, dtype = mixture(), torch.bfloat16
+def test_recomputation_changes_no_gradient(moe_checkpoint, rows, world, two):
+    path, dtype = moe_checkpoint(), torch.bfloat16
     selective = {"recompute_granularity": "selective"}
-    kinds = {"full uniform": RECOMPUTED["full uniform"], "moe": selective | {"recompute_modules": ["moe", "core_attn"]}}
+    kinds = {
+        "full uniform": RECOMPUTE_CONFIGS["full uniform"],
+        "moe": selective | {"recompute_modules": ["moe", "core_attn"]},
+    }
     layouts = {"one": lambda **f: [mixtures.step(None, path, dtype, rows, {}, **f)]}
     layouts["uneven"] = lambda **f: two.run(2, partial(mixtures.step, **f), path, dtype, rows, dict(ep=2))
     for called, run in layouts.items():
@@ -284,10 +289,10 @@ def test_recomputation_changes_no_gradient(mixture, rows, world, two):
                     assert_bitwise_equal(grads[name], g, f"{called}, {kind}: {name}")
 
 
-def test_the_distributed_optimizer(mixture, rows, two):
-    """Of experts on each rank, and of all on both: it gathers weights while the forward runs."""
+def test_distributed_optimizer_gives_the_weights_of_the_plain_one(moe_checkpoint, rows, two):
+    """With overlap, it gathers weights during the forward; covers replicated and expert-parallel experts."""
     for how in ({}, dict(ep=2)):
-        given = mixture(layers=1, experts=4), torch.bfloat16, rows, how
+        given = moe_checkpoint(layers=1, experts=4), torch.bfloat16, rows, how
         plain = two.run(2, partial(layouts.data_parallel, distributed=False), *given)
         overlapped = two.run(2, partial(layouts.data_parallel, overlap=True), *given)
         for (losses, weights), (wanted, its) in zip(overlapped, plain, strict=True):
@@ -296,27 +301,27 @@ def test_the_distributed_optimizer(mixture, rows, two):
                 assert_bitwise_equal(weight, its[name], name)
 
 
-def test_context_and_pipeline_parallelism(mixture, rows, alone, two):
-    path, dtype = mixture(), torch.bfloat16
+def test_context_and_pipeline_parallelism_give_the_bits_of_one_rank(moe_checkpoint, rows, alone, two):
+    path, dtype = moe_checkpoint(), torch.bfloat16
     expected = alone(dtype)["padded"]
     results = two.run(2, layouts.context, path, dtype, rows, dict(cp=2, ep=2), {})
-    place, logp = (torch.cat([said[i] for said, *_ in results]) for i in (0, 1))
+    place, logp = (torch.cat([outputs[i] for outputs, *_ in results]) for i in (0, 1))
     cooled = alone(dtype)["logprobs at 0.7"]
     assert_bitwise_equal(logp[place.argsort()], cooled, "context")
-    said, _ = two.run(2, layouts.pipeline, path, dtype, rows, dict(pp=2), {})[1]
-    got = torch.cat([logp for _, logp in said])
-    assert_bitwise_equal(got, of_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
-    # A stage without experts, and one of experts alone.
-    path = mixture(dense_layers=(0,), dense_intermediate=192)
+    outputs, _ = two.run(2, layouts.pipeline, path, dtype, rows, dict(pp=2), {})[1]
+    got = torch.cat([logp for _, logp in outputs])
+    assert_bitwise_equal(got, select_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
+    # One stage has only a dense layer, the other only an MoE layer.
+    path = moe_checkpoint(dense_layers=(0,), dense_intermediate=192)
     expected = torch.cat([moe.logprobs(path, row[:1], row[1:]) for row in rows])
-    said, _ = two.run(2, layouts.pipeline, path, dtype, rows, dict(pp=2), {})[1]
-    got = torch.cat([logp for _, logp in said])
-    assert_bitwise_equal(got, of_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
+    outputs, _ = two.run(2, layouts.pipeline, path, dtype, rows, dict(pp=2), {})[1]
+    got = torch.cat([logp for _, logp in outputs])
+    assert_bitwise_equal(got, select_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
 
 
-@pytest.mark.parametrize("arch", OF_FAMILY)
-def test_weights_over_ranks(arch, mixture, two):
-    path = mixture(arch=arch, **OF_FAMILY[arch])
+@pytest.mark.parametrize("arch", FAMILY_SIZES)
+def test_exported_weights_equal_the_checkpoint(arch, moe_checkpoint, two):
+    path = moe_checkpoint(arch=arch, **FAMILY_SIZES[arch])
     held = Checkpoint(path)
     for how in (dict(ep=2), dict(tp=2), dict(tp=2, ep=2, etp=1)):
         for weights in two.run(2, mixtures.whole_weights, path, torch.bfloat16, how):
@@ -325,22 +330,24 @@ def test_weights_over_ranks(arch, mixture, two):
                 assert_bitwise_equal(weight, held[name], name)
 
 
-@pytest.mark.parametrize("arch", OF_FAMILY)
-def test_distributed_checkpoints(arch, mixture, two, tmp_path):
-    """Saved by expert-parallel ranks, loaded by tensor-parallel ones, and the other way round."""
-    path = mixture(arch=arch, **OF_FAMILY[arch])
+@pytest.mark.parametrize("arch", FAMILY_SIZES)
+def test_distributed_checkpoints_load_in_another_layout(arch, moe_checkpoint, two, tmp_path):
+    """Covers both directions between expert and tensor parallelism."""
+    path = moe_checkpoint(arch=arch, **FAMILY_SIZES[arch])
     held = Checkpoint(path)
     for i, (before, after) in enumerate([(dict(ep=2), dict(tp=2)), (dict(tp=2), dict(ep=2))]):
         folder = tmp_path / str(i)
         folder.mkdir()
-        two.run(2, mixtures.saved, path, torch.bfloat16, before, folder)
-        for weights in two.run(2, mixtures.loaded, path, torch.bfloat16, after, folder):
+        two.run(2, mixtures.save_checkpoint, path, torch.bfloat16, before, folder)
+        for weights in two.run(2, mixtures.load_checkpoint, path, torch.bfloat16, after, folder):
             for name, weight in weights.items():
                 assert_bitwise_equal(weight, held[name], name)
 
 
-def test_undo_gives_stock_back(mixture, rows, alone, world):
-    before, between, after, same, changed, aligned = mixtures.undone(None, mixture(), torch.bfloat16, rows)
+def test_undo_restores_stock_megatron(moe_checkpoint, rows, alone, world):
+    before, between, after, same, changed, aligned = mixtures.patch_and_undo(
+        None, moe_checkpoint(), torch.bfloat16, rows
+    )
     assert_bitwise_equal(after, before)
     assert_bitwise_equal(between, alone(torch.bfloat16)["padded"])
     assert same and changed
@@ -349,26 +356,25 @@ def test_undo_gives_stock_back(mixture, rows, alone, world):
 
 
 @pytest.mark.parametrize("how", [dict(ep=2), dict(tp=2, ep=2, etp=1)], ids=["data-parallel", "tensor-parallel"])
-def test_one_rank_of_two(how, mixture, two):
-    """Both raise the same kind, and the next forward of both is right."""
-    for raised in two.run(2, mixtures.wrong_on_one_rank, mixture(), how):
+def test_invalid_input_on_one_rank_raises_on_both_ranks(how, moe_checkpoint, two):
+    for raised in two.run(2, mixtures.wrong_on_one_rank, moe_checkpoint(), how):
         for what in mixtures.WRONG:
             kind, message = raised[what]
             assert kind in ("InputError", "UnsupportedError") and what.split(":")[0] in message, (what, message)
 
 
-def test_four_ranks(mixture, rows, world, four):
-    """Groups of experts that are wider than those of tensor-parallel ranks, and cross them; and what one rank refuses."""
-    expected, _ = mixtures.of_parts_logprobs(None, rows, {}, False, torch.bfloat16)
+def test_four_ranks_give_the_bits_of_one(moe_checkpoint, rows, world, four):
+    """Expert-parallel groups span several tensor-parallel groups; invalid input on one rank raises on all."""
+    expected, _ = mixtures.dense_and_moe_logprobs(None, rows, {}, False, torch.bfloat16)
     wider = dict(tp=2, ep=4, etp=1)
     for how, sp in ((dict(tp=2, ep=2, etp=2), True), (wider, True), (wider, False), (dict(tp=1, ep=2, etp=2), False)):
-        for result, which in four.run(4, mixtures.of_parts_logprobs, rows, how, sp, torch.bfloat16):
-            assert_bitwise_equal(result, of_rows(expected, rows, which), f"{how}")
-    for raised in four.run(4, mixtures.wrong_on_one_rank, mixture(), wider):
+        for result, indices in four.run(4, mixtures.dense_and_moe_logprobs, rows, how, sp, torch.bfloat16):
+            assert_bitwise_equal(result, select_rows(expected, rows, indices), f"{how}")
+    for raised in four.run(4, mixtures.wrong_on_one_rank, moe_checkpoint(), wider):
         assert raised.keys() == mixtures.WRONG.keys()
 
 
-REFUSED = {
+UNSUPPORTED = {
     "moe_expert_capacity_factor": 1.0,
     "moe_pad_expert_input_to_capacity": True,
     "moe_token_dropping": True,
@@ -392,12 +398,12 @@ REFUSED = {
 }
 
 
-def test_fields_that_are_refused(mixture, world):
+def test_unsupported_moe_fields_are_rejected_and_others_change_no_bit(moe_checkpoint, world):
     tokens = torch.tensor([[1, 2, 3, 4]])
     with patch_megatron(300), torch.no_grad():
-        model = mixtures.build(mixture(), torch.bfloat16)
+        model = mixtures.build(moe_checkpoint(), torch.bfloat16)
         expected = model(tokens, None, None)
-        for field, value in REFUSED.items():
+        for field, value in UNSUPPORTED.items():
             if not hasattr(model.config, field):
                 continue
             with workers._attribute(model.config, field, value), pytest.raises(UnsupportedError, match=field):
@@ -415,7 +421,7 @@ def test_fields_that_are_refused(mixture, world):
                 assert_bitwise_equal(model(tokens, None, None), expected, field)
 
 
-def test_every_field_of_mixtures_is_decided(mixture):
+def test_policy_covers_every_moe_field(moe_checkpoint):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from alignkit.megatron.build import transformer_config
@@ -426,15 +432,15 @@ def test_every_field_of_mixtures_is_decided(mixture):
     assert {name for name in names if any(word in name for word in words)} - POLICY.fields == {
         name for name in names if name.startswith("inference_moe_")
     }
-    config = transformer_config(read_architecture(mixture()), torch.bfloat16)
+    config = transformer_config(read_architecture(moe_checkpoint()), torch.bfloat16)
     check_config(config)
     for name in ("moe_paged_stash", "moe_pad_experts_for_cuda_graph_inference") if "moe_paged_stash" in names else ():
         with workers._attribute(config, name, True), pytest.raises(UnsupportedError, match=name):
             check_config(config)
 
 
-def test_layouts_that_megatron_does_not_train(mixture, rows, two):
-    path, dtype = mixture(), torch.bfloat16
+def test_layouts_with_wrong_gradients_in_megatron_are_rejected_in_training(moe_checkpoint, rows, two):
+    path, dtype = moe_checkpoint(), torch.bfloat16
     right = two.run(2, mixtures.step, path, dtype, rows, *LAYOUTS["sequence parallel, experts cut"])[0][0]
     for called, (how, sequence_parallel) in LAYOUTS.items():
         if called in TRAINED:
@@ -444,6 +450,6 @@ def test_layouts_that_megatron_does_not_train(mixture, rows, two):
             if isinstance(outcome, Failed):
                 assert outcome.kind is UnsupportedError and outcome.message.startswith(named), (called, outcome.message)
                 continue
-            assert sequence_parallel  # a version of Megatron that adds these experts' gradients
+            assert sequence_parallel  # this Megatron-core version reduces these experts' gradients
             for name, g in right.items():
                 assert ((outcome[0][name] - g).norm() / g.norm()).item() < 0.1, name

@@ -1,4 +1,4 @@
-"""Mixtures of experts on Hopper GPUs, one or two: the gradients of a whole model, against float64 and against each other."""
+"""Gradients of MoE models on one or two Hopper GPUs agree with float64 and across layouts."""
 
 import dataclasses
 import itertools
@@ -35,7 +35,7 @@ def two():
 
 
 def step(ranks, *given):
-    """Of each rank."""
+    """Return `mixtures.step` of each rank."""
     return ranks.run(ranks.world, partial(_step, given))
 
 
@@ -43,13 +43,13 @@ def _step(given):
     return _on_cpu(mixtures.step(None, *given))
 
 
-class Wanted:
-    """Gradients in float64, with the experts that `chosen` says: its own choice differs where two experts are as good."""
+class Float64Gradients:
+    """Float64 gradients with the experts of `chosen`: the reference's routing could differ where scores nearly tie."""
 
     def __init__(self, path, dtype, rows, chosen):
         arch = read_architecture(path)
         width = max(arch.top_k * arch.intermediate + arch.shared_intermediate, arch.dense_intermediate)
-        self.most = bound(dataclasses.replace(arch, intermediate=width), dtype)
+        self.limit = bound(dataclasses.replace(arch, intermediate=width), dtype)
         self.weights = reference.weights64(Checkpoint(path))
         starts = torch.tensor([0, *(len(row) - 1 for row in rows)]).cumsum(0).tolist()
         parts = [chosen[:, a:b] for a, b in itertools.pairwise(starts)]
@@ -60,15 +60,15 @@ class Wanted:
         assert grads.keys() == self.weights.keys()
         for name, w in self.weights.items():
             error = relative_error(grads[name], w.grad)
-            assert error < self.most, f"{called}: {name} is off by {error:.2e}, more than {self.most:.2e}"
+            assert error < self.limit, f"{called}: {name} is off by {error:.2e}, more than {self.limit:.2e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_one_step(arch, dtype, checkpoint, one, long_rows):
+def test_one_step_agrees_with_float64_and_is_reproducible(arch, dtype, checkpoint, one, long_rows):
     given = checkpoint(arch, dtype, **FAMILIES[arch]), dtype, long_rows
     ((grads, chosen),) = step(one, *given, {})
-    Wanted(*given, chosen).check(grads, "one rank")
+    Float64Gradients(*given, chosen).check(grads, "one rank")
     ((again, _),) = step(one, *given, {})
     for name, gradient in grads.items():
         assert_bitwise_equal(again[name], gradient, name)
@@ -76,12 +76,12 @@ def test_one_step(arch, dtype, checkpoint, one, long_rows):
 
 @pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_two_ranks(arch, checkpoint, one, two, long_rows):
-    """Near float64's in every layout; of experts the bytes of one rank that has the whole batch."""
+def test_two_ranks_agree_with_float64_and_one_rank(arch, checkpoint, one, two, long_rows):
+    """Expert gradients with expert parallelism are bit-equal to those of one rank with the whole batch."""
     given = checkpoint(arch, torch.bfloat16, **FAMILIES[arch]), torch.bfloat16
     rows = [*long_rows[::2], *long_rows[1::2]]
     ((expected, chosen),) = step(one, *given, rows, {}, False, True, True)
-    wanted = Wanted(*given, rows, chosen)
+    wanted = Float64Gradients(*given, rows, chosen)
     of_experts = [name for name in expected if ".experts." in name]
     for grads, _ in step(two, *given, long_rows, dict(ep=2), False, True, True):
         for name in of_experts:

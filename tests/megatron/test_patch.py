@@ -1,4 +1,4 @@
-"""The handle: what it changes, shows and restores."""
+"""Patch handle: changes, status and undo."""
 
 import copy
 import gc
@@ -19,7 +19,7 @@ from tests.megatron import workers
 
 
 def stock_names():
-    """Everything that the patch may replace, as it is now."""
+    """Return the current values of all names that the patch may replace."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import cross_entropy
@@ -59,8 +59,7 @@ def test_undo_restores_everything(checkpoint, rows, world):
 FOREIGN = ("device", "base", "head_dim", "true_vocab_size", "frequencies_seen", "op", "out_dtype", "eps")
 
 
-def test_attributes_of_others_stay(checkpoint, rows, world):
-    """Also under names that the patch has a use for."""
+def test_foreign_attributes_survive_patch_and_undo(checkpoint, rows, world):
     model = workers.build(checkpoint(), torch.bfloat16)
     attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
     tokens, positions, labels, _ = workers.batch(rows)
@@ -83,19 +82,19 @@ def test_attributes_of_others_stay(checkpoint, rows, world):
         assert all(now[path][name] is value for name, value in values.items() if name != "training"), path
 
 
-def test_nothing_of_a_module_changes_but_its_class(checkpoint, world):
+def test_patch_changes_only_the_class_of_a_module(checkpoint, world):
     model = workers.build(checkpoint(), torch.bfloat16)
     attributes = [list(module.__dict__.items()) for module in model.modules()]
     with patch_megatron(300):
         model(torch.tensor([[1, 2]]), None, None)
         for module, before in zip(model.modules(), attributes, strict=True):
-            more = {"_alignkit_look"} if module is model.decoder else set()
+            more = {"_alignkit_snapshot"} if module is model.decoder else set()
             assert set(module.__dict__) == set(dict(before)) | more
             assert all(module.__dict__[name] is value for name, value in before)
 
 
-def test_undo_after_copies(checkpoint, rows, world):
-    """Copies made while the patch is on are given back too: of a model, of a layer, in memory or pickled."""
+def test_undo_restores_copies(checkpoint, rows, world):
+    """Covers copies of a model and of a layer, in memory and pickled, made while patched."""
     model = workers.build(checkpoint(), torch.bfloat16)
     tokens, positions, labels, _ = workers.batch(rows)
     mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
@@ -103,8 +102,12 @@ def test_undo_after_copies(checkpoint, rows, world):
         stock, attributes = model(tokens, positions, mask, labels=labels), set(vars(model.decoder))
         with patch_megatron(300):
             aligned = model(tokens, positions, mask, labels=labels)
-            copied, used, norm = workers.copied(model), workers.copied(model), copy.copy(model.decoder.final_layernorm)
-            layer, pickled = workers.copied(model).decoder.layers[0], pickle.dumps(model.decoder.final_layernorm)
+            copied, used, norm = (
+                workers.deep_copy(model),
+                workers.deep_copy(model),
+                copy.copy(model.decoder.final_layernorm),
+            )
+            layer, pickled = workers.deep_copy(model).decoder.layers[0], pickle.dumps(model.decoder.final_layernorm)
             loaded = pickle.loads(pickled)
             assert_bitwise_equal(used(tokens, positions, mask, labels=labels), aligned, "a copy")
         late = pickle.loads(pickled)
@@ -118,20 +121,20 @@ def test_undo_after_copies(checkpoint, rows, world):
         assert all(vars(again.decoder).keys() == attributes for again in (model, copied, used))
 
 
-def test_models_that_nobody_uses_go(checkpoint, world):
-    """Also if their configuration refers to them, as under Megatron's schedules."""
+def test_unreferenced_models_are_garbage_collected(checkpoint, world):
+    """The config refers to the model, as under Megatron's schedules."""
     with patch_megatron(300):
         model = workers.build(checkpoint(), torch.bfloat16)
         model.config.no_sync_func = model.no_sync = types.MethodType(lambda self: None, model)
         model.decoder.final_layernorm.register_forward_hook(lambda *args: None)
         model(torch.tensor([[1, 2]]), None, None)
-        gone = weakref.ref(model)
+        model_ref = weakref.ref(model)
         del model
         gc.collect()
-        assert gone() is None
+        assert model_ref() is None
 
 
-def test_undo_does_not_overwrite_what_others_have_replaced(checkpoint, rows, world):
+def test_undo_does_not_overwrite_later_replacements(checkpoint, rows, world):
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     before, model = stock_names(), workers.build(checkpoint(), torch.bfloat16)
@@ -155,7 +158,7 @@ def test_undo_does_not_overwrite_what_others_have_replaced(checkpoint, rows, wor
     assert stock_names() == before and not status()["patched"]
 
 
-def test_a_patch_that_fails_leaves_nothing(monkeypatch, world):
+def test_failed_patch_is_undone(monkeypatch, world):
     from alignkit.megatron import patch
 
     before, stock = stock_names(), patch.Patch.replace
@@ -171,7 +174,7 @@ def test_a_patch_that_fails_leaves_nothing(monkeypatch, world):
     assert stock_names() == before and not status()["patched"]
 
 
-def test_without_megatron():
+def test_calls_without_megatron_raise_an_error_that_says_so():
     code = (
         "import sys; sys.modules['megatron'] = None\n"
         "import alignkit, alignkit.megatron\n"
@@ -188,7 +191,7 @@ def test_without_megatron():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_twice_is_once(world):
+def test_second_patch_returns_the_same_handle_or_rejects_other_arguments(world):
     with patch_megatron(300) as first:
         assert patch_megatron(300) is first
         with pytest.raises(InputError, match="vocab_size: 301"):
@@ -200,27 +203,27 @@ def test_twice_is_once(world):
 
 
 @pytest.mark.parametrize("vocab_size", [0, -1, 2.0, True, "7"])
-def test_vocab_size_is_checked(vocab_size):
+def test_invalid_vocab_size_is_rejected(vocab_size):
     with pytest.raises(InputError, match="vocab_size"):
         patch_megatron(vocab_size)
 
 
-def test_keep_logits_is_checked():
-    with pytest.raises(InputError, match="keep_logits: 1 is neither"):
+def test_keep_logits_that_is_not_a_bool_is_rejected():
+    with pytest.raises(InputError, match="keep_logits: must be True or False, got 1"):
         patch_megatron(300, keep_logits=1)
 
 
-def test_vocab_size_beyond_the_model(checkpoint, world):
+def test_vocab_size_beyond_the_padded_size_is_rejected(checkpoint, world):
     with patch_megatron(400):
         model = workers.build(checkpoint(), torch.bfloat16)
-        with pytest.raises(InputError, match="vocab_size: 400"):
+        with pytest.raises(InputError, match=r"vocab_size: must be in \[1, 384\], the padded size, got 400"):
             model(torch.tensor([[1, 2, 3]]), None, None)
 
 
-def test_status_tells_aligned_from_stock(checkpoint, world):
+def test_status_lists_aligned_and_stock_modules(checkpoint, world):
     model = workers.build(checkpoint(), torch.bfloat16)
     with patch_megatron(300):
-        assert not {"contract", "backend"} & set(status())  # without a model nothing says what computes
+        assert not {"contract", "backend"} & set(status())  # they depend on a model's device
         report = status(model)
         assert report["contract"] == contract_id("cpu") and report["backend"] == "cpu"
         assert report["patched"] and report["vocab_size"] == 300 and not report["aligned"]
@@ -235,8 +238,8 @@ def test_status_tells_aligned_from_stock(checkpoint, world):
         assert report["symmetric_memory"] is False
 
 
-def test_state_dict_and_class_names_stay(checkpoint, world):
-    """Weight converters tell column from row parallel by class name, checkpoints by the keys."""
+def test_state_dict_keys_and_class_names_do_not_change(checkpoint, world):
+    """Weight converters read class names, and checkpoints depend on the keys."""
     model = workers.build(checkpoint(), torch.bfloat16)
     keys, names = list(model.state_dict()), [type(m).__name__ for m in model.modules()]
     with patch_megatron(300):
@@ -245,7 +248,7 @@ def test_state_dict_and_class_names_stay(checkpoint, world):
         assert [type(m).__name__ for m in model.modules()] == names
 
 
-def test_an_unknown_version_is_refused(monkeypatch):
+def test_unknown_version_is_rejected(monkeypatch):
     import megatron.core
 
     monkeypatch.setattr(megatron.core, "__version__", "0.20.0")
@@ -269,8 +272,8 @@ def test_logprobs_need_the_patch(checkpoint, world):
         logprobs(model, tokens, None, None, tokens)
 
 
-def test_ignored_labels_and_float16_module(checkpoint, rows, world):
-    """Through Megatron's wrapper; ignored labels give exact zeros and change nothing else."""
+def test_ignored_labels_give_zeros_and_change_no_other_logprob(checkpoint, rows, world):
+    """Ignored labels give exact zeros and change no other logprob, also through Float16Module."""
     from megatron.core.transformer.module import Float16Module
 
     with patch_megatron(300), torch.no_grad():
@@ -285,9 +288,11 @@ def test_ignored_labels_and_float16_module(checkpoint, rows, world):
     assert_bitwise_equal(some.log_probs[0, 1::3], every[0, 1::3])
 
 
-def test_the_frameworks_hook(checkpoint, rows, world):
-    """verl passes an object with a temperature and reads log_probs and entropy; versions without the hook
-    have the same bits by `logprobs`."""
+def test_output_processor_gives_the_bits_of_logprobs(checkpoint, rows, world):
+    """Like verl, pass an object with a temperature and read log_probs and entropy.
+
+    On Megatron-core versions without the hook, the test only compares calls of `logprobs`.
+    """
 
     class Context:
         temperature = 0.7
@@ -308,8 +313,8 @@ def test_the_frameworks_hook(checkpoint, rows, world):
             model(tokens, positions, None, output_processor=lambda **kw: None, **asked)
 
 
-def test_cross_entropy_taken_before_the_patch(checkpoint, rows, world):
-    """A framework that imported the function by name is caught too; rounded logits are refused."""
+def test_cross_entropy_imported_before_the_patch_is_aligned(checkpoint, rows, world):
+    """Logits rounded to bf16 and label smoothing are rejected."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as early
 
     tokens, positions, labels, counted = workers.batch(rows)
@@ -318,7 +323,7 @@ def test_cross_entropy_taken_before_the_patch(checkpoint, rows, world):
         loss, logits = model(tokens, positions, None, labels=labels), model(tokens, positions, None)
         assert_bitwise_equal(early(logits, labels)[counted], loss[counted])
         assert_bitwise_equal(model.compute_language_model_loss(labels, logits.transpose(0, 1))[counted], loss[counted])
-        with pytest.raises(UnsupportedError, match="logits: torch.bfloat16"):
+        with pytest.raises(UnsupportedError, match="logits: must be fp32, .*, got torch.bfloat16"):
             early(logits.bfloat16(), labels)
         with pytest.raises(UnsupportedError, match="label_smoothing"):
             early(logits, labels, 0.1)
@@ -334,20 +339,20 @@ def test_cross_entropy_taken_before_the_patch(checkpoint, rows, world):
         ("attention_mask", UnsupportedError),
     ],
 )
-def test_ranks_that_disagree_fail_together(what, kind, checkpoint, rows, pair):
+def test_difference_between_ranks_raises_on_both_ranks(what, kind, checkpoint, rows, pair):
     for outcome in pair.outcomes(2, workers.disagree, checkpoint(), rows, what):
         assert outcome.kind is kind and what in outcome.message, outcome.traceback
 
 
 class LinearForLastLayer(torch.nn.Linear):
-    """As verl, mbridge, NeMo-RL and slime have it."""
+    """Value head of a critic in verl, mbridge, NeMo-RL and slime."""
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         return super().forward(input_).float(), None
 
 
-def test_a_critic_beside_a_policy(checkpoint, rows, world):
-    """Its head stays stock, by name; its trunk and the policy are aligned; logprobs of it are refused."""
+def test_critic_has_a_stock_head_and_an_aligned_decoder(checkpoint, rows, world):
+    """`status` lists the head as left; the policy stays aligned; logprobs of the critic are rejected."""
     path = checkpoint()
     tokens, positions, labels, counted = workers.batch(rows)
     with patch_megatron(300), torch.no_grad():
@@ -370,7 +375,7 @@ def test_a_critic_beside_a_policy(checkpoint, rows, world):
 
 
 @pytest.mark.parametrize("how", ["two numbers", "a vocabulary", "logits of its own"])
-def test_a_head_that_may_be_a_vocabularys_is_refused(how, checkpoint, world):
+def test_output_layer_that_could_give_logits_is_rejected(how, checkpoint, world):
     class Scorer(LinearForLastLayer):
         def forward(self, input_, weight=None, runtime_gather_output=None):
             return torch.zeros(*input_.shape[:2], 384), None
@@ -387,8 +392,8 @@ def test_a_head_that_may_be_a_vocabularys_is_refused(how, checkpoint, world):
             model(torch.tensor([[1, 2, 3]]), None, None)
 
 
-def test_a_vocabulary_for_each_model(checkpoint, rows, world):
-    """The models' own sizes, whatever the process has; logits of both are told apart by their columns, or refused."""
+def test_each_model_has_its_own_vocab_size(checkpoint, rows, world):
+    """Cross entropy finds the size from the number of logit columns; ambiguous columns are rejected."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     tokens, positions, labels, counted = workers.batch(rows)
@@ -407,11 +412,11 @@ def test_a_vocabulary_for_each_model(checkpoint, rows, world):
             first, second, cut = (workers.build(path, torch.bfloat16) for path in (small, large, small))
             with pytest.raises(InputError, match="vocab_size"):
                 losses(first)
-            set_vocab_size(torch.nn.Sequential(first), 300)  # found in a wrapper
+            set_vocab_size(torch.nn.Sequential(first), 300)  # a wrapped model
             set_vocab_size(second, 500)
             assert_bitwise_equal(losses(first), expected[small, 300])
             assert_bitwise_equal(losses(second), expected[large, 500])
-            assert_bitwise_equal(losses(workers.copied(first)), expected[small, 300], "a copy")
+            assert_bitwise_equal(losses(workers.deep_copy(first)), expected[small, 300], "a copy")
             for model, key in ((first, (small, 300)), (second, (large, 500))):
                 loss = vocab_parallel_cross_entropy(model(tokens, positions, None), labels)
                 assert_bitwise_equal(loss[counted], expected[key], "logits")
@@ -425,7 +430,7 @@ def test_a_vocabulary_for_each_model(checkpoint, rows, world):
             set_vocab_size(second, 500)
             assert_bitwise_equal(losses(second), expected[large, 500])
             set_vocab_size(second, 513)
-            with pytest.raises(InputError, match="vocab_size: 513"):
+            with pytest.raises(InputError, match=r"vocab_size: must be in \[1, 512\], the padded size, got 513"):
                 losses(second)
     for size in (0, True, "7"):
         with pytest.raises(InputError, match="vocab_size"):

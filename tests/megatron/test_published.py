@@ -1,4 +1,4 @@
-"""Models that people train, at their published sizes: their configurations, and Megatron's models of them without weights."""
+"""Published models at full size: Megatron's models of their configs, without weights, are aligned."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,13 @@ from alignkit.megatron.build import rotary_arguments, transformer_config
 from alignkit.megatron.supported import check_rotary, rotary_dim
 
 PUBLISHED = json.loads((Path(__file__).parent / "configs.json").read_text())
-for name in ("GLM-4.5", "GLM-4.5-Air"):  # of 92 layers with 160 experts each no test needs more than a few
+for name in ("GLM-4.5", "GLM-4.5-Air"):  # 92 layers with 160 experts each would be slow
     PUBLISHED[name] = PUBLISHED[name] | {"num_hidden_layers": 6}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_megatrons_model_is_taken_over(name, tmp_path, world):
-    """On the meta device; with as many KV heads and layers as there are, and the scaling that config.json asks for."""
+def test_published_model_is_aligned(name, tmp_path, world):
+    """The model is on the meta device, with the KV heads, layers and RoPE scaling of its config.json."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -42,6 +42,6 @@ def test_megatrons_model_is_taken_over(name, tmp_path, world):
 
 
 def status_of(model):
-    from alignkit.megatron.adopt import report
+    from alignkit.megatron.patch_model import report
 
     return report(model)["aligned"]

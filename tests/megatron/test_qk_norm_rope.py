@@ -1,5 +1,4 @@
-"""Norms of queries and keys and their rotation: one op, where nobody looks at what is between them; the same bytes as by the ops
-one after the other."""
+"""Query/key norms and RoPE run as one op unless a hook observes a norm's output, with the bits of the separate ops."""
 
 import contextlib
 from unittest import mock
@@ -19,7 +18,7 @@ NAMES = ("qk_norm_rope", "rms_norm", "rope")
 
 @contextlib.contextmanager
 def counted():
-    """How often each op of `NAMES` has been called."""
+    """Yield a function that returns the number of calls of each op of `NAMES`."""
     with contextlib.ExitStack() as stack:
         calls = {name: stack.enter_context(mock.patch.object(ops, name, wraps=getattr(ops, name))) for name in NAMES}
         yield lambda: tuple(calls[name].call_count for name in NAMES)
@@ -41,8 +40,8 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_one_op_and_those_one_after_the_other(dtype, checkpoint, rows, world):
-    """With two layers, which have a norm in front of either half, and a last one."""
+def test_fused_op_has_the_bits_of_the_separate_ops(dtype, checkpoint, rows, world):
+    """The model has five other norms: two in each of its two layers, and the final one."""
     with patch_megatron(300):
         model = workers.build(checkpoint("qwen3", dtype), dtype).train()
         norm = model.decoder.layers[1].self_attention.k_layernorm
@@ -60,13 +59,13 @@ def test_one_op_and_those_one_after_the_other(dtype, checkpoint, rows, world):
             assert_bitwise_equal(again, loss, name)
             for parameter, gradient in found.items():
                 assert_bitwise_equal(gradient, gradients[parameter], f"{name}: {parameter}")
-        norm.register_forward_pre_hook(lambda *_: None)  # it has no output to see
+        norm.register_forward_pre_hook(lambda *_: None)  # a pre-hook does not observe the output
         with counted() as calls:
             backward(model, rows)
             assert calls() == (2, 5, 0)
 
 
-def test_what_a_hook_sees_is_normed(checkpoint, rows, world):
+def test_hook_observes_the_normalized_output(checkpoint, rows, world):
     with patch_megatron(300):
         model = workers.build(checkpoint("qwen3"), torch.bfloat16)
         norm, seen = model.decoder.layers[0].self_attention.q_layernorm, []
@@ -78,24 +77,24 @@ def test_what_a_hook_sees_is_normed(checkpoint, rows, world):
 
 
 @pytest.mark.parametrize("mode", ["one", "padded", "packed"])
-def test_every_layout_of_a_micro_batch(mode, checkpoint, rows, world):
+def test_fused_op_has_the_bits_of_the_separate_ops_in_every_micro_batch_layout(mode, checkpoint, rows, world):
     given = workers.as_logprobs(rows)
     with patch_megatron(300), torch.no_grad():
         model = workers.build(checkpoint("qwen3"), torch.bfloat16)
         with counted() as calls:
             found = recompute(model, given, mode)
-            together, _, apart = calls()
-            assert together and not apart
+            fused, _, separate = calls()
+            assert fused and not separate
         model.decoder.layers[0].self_attention.q_layernorm.register_forward_hook(lambda *_: None)
         with counted() as calls:
             for a, b in zip(recompute(model, given, mode), found, strict=True):
                 assert_bitwise_equal(a, b)
-            assert calls()[2] == calls()[0] * 2 == together
+            assert calls()[2] == calls()[0] * 2 == fused
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "yarn"])
-def test_where_there_is_nothing_to_join(case, checkpoint, rows, world):
-    """Without norms of queries and keys; or with YaRN, whose factor is looked at where Megatron rotates."""
+def test_fused_op_is_unused_without_query_key_norms_or_with_yarn(case, checkpoint, rows, world):
+    """YaRN's factor is checked in Megatron's `apply_rotary_pos_emb`, which the fused op bypasses."""
     path = checkpoint("qwen3", rope_scaling=ROPES["yarn"]) if case == "yarn" else checkpoint(case)
     with patch_megatron(300):
         model = workers.build(path, torch.bfloat16).train()

@@ -1,4 +1,4 @@
-"""Activation recomputation: the gradients are the same bytes."""
+"""Activation recomputation does not change the bits of gradients."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from alignkit.megatron import patch_megatron
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
 
-RECOMPUTED = {
+RECOMPUTE_CONFIGS = {
     "full uniform": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
     "full block": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
     "attention": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
     "mlp": dict(recompute_granularity="selective", recompute_modules=["mlp", "core_attn"]),
 }
-DISTRIBUTED = RECOMPUTED["full uniform"] | {"distribute_saved_activations": True}
+DISTRIBUTED = RECOMPUTE_CONFIGS["full uniform"] | {"distribute_saved_activations": True}
 
 
 def same(actual, expected, what):
@@ -32,17 +32,17 @@ def test_recomputation_changes_no_gradient(model, checkpoint, rows, world, pair)
     arch, dtype, tied = model
     path = checkpoint(arch, dtype, tied)
     alone = workers.step(world, path, dtype, False, rows)
-    for name, config in RECOMPUTED.items():
+    for name, config in RECOMPUTE_CONFIGS.items():
         same(workers.step(world, path, dtype, False, rows, **config), alone, name)
     for sequence_parallel in (False, True):
         results = pair.run(
             2,
-            workers.recomputed,
+            workers.steps_by_config,
             path,
             dtype,
             sequence_parallel,
             rows,
-            {"stored": {}, **RECOMPUTED, **({} if sequence_parallel else {"distributed": DISTRIBUTED})},
+            {"stored": {}, **RECOMPUTE_CONFIGS, **({} if sequence_parallel else {"distributed": DISTRIBUTED})},
         )
         for rank, result in enumerate(results):
             for name, actual in result.items():
@@ -50,18 +50,17 @@ def test_recomputation_changes_no_gradient(model, checkpoint, rows, world, pair)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_kept_logits_change_no_gradient(tied, checkpoint, rows, world, pair):
+def test_keep_logits_changes_no_gradient(tied, checkpoint, rows, world, pair):
     path = checkpoint("llama", torch.bfloat16, tied)
     alone = workers.step(world, path, torch.bfloat16, False, rows)
     same(workers.step(world, path, torch.bfloat16, False, rows, keep_logits=True), alone, "kept")
     kept = {"stored": {}, "kept": {"keep_logits": True}}
-    for result in pair.run(2, workers.recomputed, path, torch.bfloat16, True, rows, kept):
+    for result in pair.run(2, workers.steps_by_config, path, torch.bfloat16, True, rows, kept):
         same(result["kept"], result["stored"], "kept, on two ranks")
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_logits_are_kept_where_that_is_asked_for(keep, checkpoint, rows, world):
-    """Those of the labels that count, fp32."""
+def test_keep_logits_saves_fp32_logits_for_the_backward_pass(keep, checkpoint, rows, world):
     saved = set()
     with patch_megatron(300, keep_logits=keep):
         model = workers.build(checkpoint(), torch.bfloat16).train()
@@ -70,7 +69,7 @@ def test_logits_are_kept_where_that_is_asked_for(keep, checkpoint, rows, world):
     assert any(kind == torch.float32 and shape[1:] == [300] for kind, *shape in saved) is keep
 
 
-def test_what_discards_outputs_is_refused(checkpoint, world):
+def test_recomputation_that_discards_outputs_is_rejected(checkpoint, world):
     with patch_megatron(300), pytest.raises(UnsupportedError, match="recompute_modules.*layernorm"):
         workers.build(
             checkpoint(),
@@ -80,8 +79,8 @@ def test_what_discards_outputs_is_refused(checkpoint, world):
         )
 
 
-@pytest.mark.parametrize("config", RECOMPUTED.values(), ids=RECOMPUTED)
-def test_it_is_computed_again(config, checkpoint, rows, world):
+@pytest.mark.parametrize("config", RECOMPUTE_CONFIGS.values(), ids=RECOMPUTE_CONFIGS)
+def test_attention_runs_again_in_the_backward_pass(config, checkpoint, rows, world):
     calls = []
     with patch_megatron(300):
         model = workers.build(checkpoint(), torch.bfloat16, **config).train()

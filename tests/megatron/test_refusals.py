@@ -1,4 +1,4 @@
-"""What cannot be kept aligned is refused by name when the model is built or called."""
+"""Unsupported models, settings and inputs are rejected by name when the model is built or called."""
 
 import types
 
@@ -33,12 +33,12 @@ def model(checkpoint, patched):
         ("multi_latent_attention", True, "MLA"),
         ("mtp_num_layers", 1, "MTP"),
         ("pipeline_dtype", torch.float32, "only params_dtype"),
-        ("context_parallel_size", 2, "of a group of 1 ranks"),
-        ("context_parallel_size", 8, "8 ranks do not divide 4 query heads"),
+        ("context_parallel_size", 2, "must be 1, the size of the model's context-parallel group"),
+        ("context_parallel_size", 8, "must divide query heads = 4, got 8"),
         ("cp_comm_type", "a2a+p2p", "no hierarchical context parallelism"),
         ("cp_comm_type", ["p2p", "a2a+p2p"], "no hierarchical context parallelism"),
         ("hierarchical_context_parallel_sizes", [2, 2], "hierarchical context parallelism"),
-        ("hybrid_context_parallel", True, "of several sizes"),
+        ("hybrid_context_parallel", True, "several group sizes"),
         ("fp8", "e4m3", "fp8"),
         ("fp16", True, "fp16"),
         ("window_size", (64, 0), "sliding window"),
@@ -49,7 +49,7 @@ def model(checkpoint, patched):
         ("apply_query_key_layer_scaling", True, "apply_query_key_layer_scaling"),
         ("activation_func", F.gelu, "SwiGLU"),
         ("gated_linear_unit", False, "SwiGLU"),
-        ("normalization", "LayerNorm", "LayerNorm"),
+        ("normalization", "LayerNorm", "normalization: 'LayerNorm' is not supported, only 'RMSNorm'"),
         ("layernorm_zero_centered_gamma", True, "layernorm_zero_centered_gamma"),
         ("add_bias_linear", True, "add_bias_linear"),
         ("fp32_residual_connection", True, "fp32_residual_connection"),
@@ -61,7 +61,7 @@ def model(checkpoint, patched):
         ("num_query_groups", 3, "num_query_groups"),
     ],
 )
-def test_a_field_of_the_configuration(field, value, called, model):
+def test_unsupported_config_field_is_rejected(field, value, called, model):
     if field == "num_query_groups":
         model.config.tensor_model_parallel_size = 2
     if field == "pipeline_dtype":
@@ -73,7 +73,7 @@ def test_a_field_of_the_configuration(field, value, called, model):
 
 
 def gpt(path, config=None, **arguments):
-    """A GPTModel that differs from what `path` asks for."""
+    """Build a GPTModel that differs from the config in `path`."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -91,7 +91,8 @@ def gpt(path, config=None, **arguments):
         ({"normalization": "LayerNorm"}, {}, "LayerNorm"),
         ({"gated_linear_unit": False, "activation_func": F.gelu}, {}, "SwiGLU"),
         ({"rotary_interleaved": True}, {}, "rotary_interleaved"),
-        ({}, {"rope_scaling": True, "rotary_base": 986}, "rotary_pos_emb"),  # no wave is long: no factor is seen
+        # No wavelength is long enough to depend on the factor.
+        ({}, {"rope_scaling": True, "rotary_base": 986}, "rotary_pos_emb"),
         ({}, {"rope_scaling": True, "rope_scaling_factor": 0.5}, "rope_scaling"),
         ({}, {"rotary_percent": 0.55}, "rotary_percent"),
         ({}, {"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor"),
@@ -100,13 +101,13 @@ def gpt(path, config=None, **arguments):
         ({}, {"post_process": False}, "post_process"),
     ],
 )
-def test_a_model_that_is_built(config, arguments, named, checkpoint, patched):
+def test_unsupported_model_is_rejected_at_construction(config, arguments, named, checkpoint, patched):
     with pytest.raises(UnsupportedError, match=named):
         gpt(checkpoint("llama"), config, **arguments)
 
 
-def test_llama3s_factor_is_read_off_the_frequencies(checkpoint, patched):
-    """Megatron does not keep it; every factor that people use is found, exactly."""
+def test_llama3_factor_is_derived_from_the_frequencies(checkpoint, patched):
+    """Megatron does not store the factor; common factors are recovered exactly."""
     from alignkit.contract.rope import Llama3
     from alignkit.megatron.supported import check_rotary
 
@@ -116,8 +117,8 @@ def test_llama3s_factor_is_read_off_the_frequencies(checkpoint, patched):
     assert check_rotary(gpt(checkpoint("llama"))) == (10000.0, None)
 
 
-def test_yarn_is_of_one_piece(checkpoint, patched):
-    """What the configuration, the module and its frequencies say must be one thing."""
+def test_inconsistent_yarn_settings_are_rejected(checkpoint, patched):
+    """The config, the module and its frequencies must agree."""
     model = workers.build(checkpoint("qwen3", rope_scaling=ROPES["yarn"]), torch.bfloat16)
     model(TOKENS, None, None)
     model.config.yarn_rotary_scaling_factor = 8.0
@@ -129,27 +130,27 @@ def test_yarn_is_of_one_piece(checkpoint, patched):
         model(TOKENS, None, None)
 
 
-def test_rotations_that_only_the_configuration_scales(model):
+def test_yarn_factor_without_yarn_frequencies_is_rejected(model):
     model.config.yarn_rotary_scaling_factor = 4.0
     with pytest.raises(UnsupportedError, match="yarn_rotary_scaling_factor"):
         model(TOKENS, None, None)
 
 
 @pytest.mark.parametrize("field, value", [("low_freq_factor", 2.0), ("original_max_position_embeddings", 4096)])
-def test_a_scaling_that_megatron_lacks(field, value, checkpoint, patched):
+def test_llama3_scaling_that_megatron_lacks_is_rejected(field, value, checkpoint, patched):
     path = checkpoint("llama", rope_scaling=ROPES["llama3"] | {field: value})
-    with pytest.raises(UnsupportedError, match=r"rope_scaling: .*Megatron-core only has"):
+    with pytest.raises(UnsupportedError, match=r"rope_scaling: .*which Megatron-core hard-codes"):
         workers.build(path, torch.bfloat16)
 
 
-def test_frequencies_that_were_changed(model):
-    """Some frameworks scale them after the model is built, whatever the settings say."""
+def test_changed_rotary_frequencies_are_rejected(model):
+    """Some frameworks scale them after the model is built, without a setting."""
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq / 2
     with pytest.raises(UnsupportedError, match="rotary"):
         model(TOKENS, None, None)
 
 
-def test_another_model(checkpoint, patched):
+def test_bert_model_is_rejected(checkpoint, patched):
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
@@ -160,13 +161,13 @@ def test_another_model(checkpoint, patched):
     try:
         model = BertModel(config, 0, bert_layer_local_spec, vocab_size=384, max_sequence_length=64)
     except UnsupportedError as e:
-        assert "LayerNorm" in str(e)  # its norms are refused while it is built
+        assert "LayerNorm" in str(e)  # construction already rejects its norms
         return
     with pytest.raises(UnsupportedError, match="BertModel"):
         model(TOKENS, None)
 
 
-def test_another_language_model_by_its_name(patched, checkpoint):
+def test_other_language_model_is_rejected_by_name_until_undo(patched, checkpoint):
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     from alignkit.megatron.build import transformer_config
@@ -182,7 +183,7 @@ def test_another_language_model_by_its_name(patched, checkpoint):
     assert model() == "stock"
 
 
-def test_a_subclass_and_a_block_of_its_own(checkpoint, patched):
+def test_subclass_and_decoder_called_on_its_own_are_rejected(checkpoint, patched):
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     patched.undo()
@@ -195,7 +196,7 @@ def test_a_subclass_and_a_block_of_its_own(checkpoint, patched):
             other.decoder(torch.zeros(2, 1, 256, dtype=torch.bfloat16), None)
 
 
-def test_an_adapter(model):
+def test_lora_adapter_is_rejected(model):
     class LoRALinear(torch.nn.Module):
         def __init__(self, wrapped):
             super().__init__()
@@ -212,7 +213,7 @@ def test_an_adapter(model):
 
 
 @pytest.mark.parametrize("where", ["", "output_layer", "decoder.layers.0.mlp.linear_fc1"])
-def test_a_replaced_method(where, model):
+def test_replaced_method_is_rejected(where, model):
     module = model.get_submodule(where)
     name = "_forward_impl" if where else "forward"
     setattr(module, name, types.MethodType(lambda self, *a, **kw: None, module))
@@ -220,7 +221,7 @@ def test_a_replaced_method(where, model):
         model._preprocess(TOKENS, None)
 
 
-def test_dropout_only_in_training(checkpoint, patched):
+def test_dropout_is_rejected_in_training_only(checkpoint, patched):
     model = workers.build(checkpoint(), torch.bfloat16, hidden_dropout=0.1, attention_dropout=0.1)
     model(TOKENS, None, None)
     model.train()
@@ -228,24 +229,24 @@ def test_dropout_only_in_training(checkpoint, patched):
         model(TOKENS, None, None)
 
 
-def test_another_device(model):
+def test_parameter_on_another_device_is_rejected(model):
     model.decoder.final_layernorm.weight = torch.nn.Parameter(torch.zeros(256, device="meta"))
     with pytest.raises(UnsupportedError, match="final_layernorm.weight.*meta"):
         model(TOKENS, None, None)
 
 
-def test_a_parameter_of_another_class(model):
-    """Sharded and quantised ones hold other values than they seem to."""
+def test_parameter_subclass_is_rejected(model):
+    """Sharded and quantized parameters do not hold the plain values."""
 
-    class Quantised(torch.nn.Parameter):
+    class Quantized(torch.nn.Parameter):
         pass
 
-    model.decoder.final_layernorm.weight = Quantised(torch.zeros(256))
-    with pytest.raises(UnsupportedError, match="final_layernorm.weight: .*Quantised"):
+    model.decoder.final_layernorm.weight = Quantized(torch.zeros(256))
+    with pytest.raises(UnsupportedError, match="final_layernorm.weight: .*Quantized"):
         model(TOKENS, None, None)
 
 
-def test_inference(model):
+def test_inference_context_is_rejected(model):
     with pytest.raises(UnsupportedError, match="inference_context"):
         model(TOKENS, None, None, inference_context=object())
 
@@ -273,12 +274,12 @@ def test_inference(model):
         "another batch",
     ],
 )
-def test_a_mask_that_is_not_causal(mask, model):
+def test_mask_that_is_not_causal_is_rejected(mask, model):
     with pytest.raises(UnsupportedError, match="attention_mask"):
         model(TOKENS, None, mask)
 
 
-def test_causal_masks_are_taken(model):
+def test_causal_masks_are_accepted(model):
     causal = torch.ones(4, 4).triu(1).bool()[None, None]
     padded = causal | torch.tensor([False, False, False, True])
     with torch.no_grad():
@@ -295,15 +296,15 @@ def packed(ends, **fields):
     return PackedSeqParams(**(usual | fields))
 
 
-def test_packed_sequences_that_do_not_fit(model):
+def test_inconsistent_packed_seq_params_are_rejected(model):
     for ends in ([2, 3], [3, 2, 4], [4, 5]):
-        with pytest.raises(InputError, match=f"cu_seqlens .* end at 4.* not 0, {', '.join(map(str, ends))}"):
+        with pytest.raises(InputError, match=f"cu_seqlens .* end at 4.* got 0, {', '.join(map(str, ends))}"):
             model(TOKENS, None, None, packed_seq_params=packed(ends))
-    with pytest.raises(InputError, match="max_seqlen, which is 2, not 1, 3"):
+    with pytest.raises(InputError, match="max_seqlen = 2, got 1, 3"):
         model(TOKENS, None, None, packed_seq_params=packed([1, 4], max_seqlen_q=2, max_seqlen_kv=2))
-    with pytest.raises(InputError, match="queries and of keys"):
+    with pytest.raises(InputError, match="must be the same for queries and keys"):
         model(TOKENS, None, None, packed_seq_params=packed([2, 4], cu_seqlens_kv=torch.tensor([0, 3, 4])))
-    with pytest.raises(InputError, match="queries and of keys"):
+    with pytest.raises(InputError, match="must be the same for queries and keys"):
         model(TOKENS, None, None, packed_seq_params=packed([2, 4], cu_seqlens_kv=torch.tensor([0, 4])))
     with pytest.raises(UnsupportedError, match="bshd"):
         model(TOKENS, None, None, packed_seq_params=packed([2, 4], qkv_format="bshd"))
@@ -312,12 +313,12 @@ def test_packed_sequences_that_do_not_fit(model):
 
 
 @pytest.mark.parametrize("label", [300, 383, -1])
-def test_labels_outside_the_true_vocabulary(label, model):
-    with pytest.raises(InputError, match=f"labels: id {label} at \\[0, 0\\]"):
+def test_labels_outside_the_unpadded_vocabulary_are_rejected(label, model):
+    with pytest.raises(InputError, match=rf"labels: must be in \[0, 300\) .*, got {label} at \[0, 0\]"):
         model(TOKENS, None, None, labels=torch.full_like(TOKENS, label))
 
 
-def test_nan_in_the_weights(model):
+def test_nan_in_the_weights_raises(model):
     with torch.no_grad():
         model.decoder.final_layernorm.weight[3] = float("nan")
     with pytest.raises(InputError, match="hidden"):
@@ -325,20 +326,22 @@ def test_nan_in_the_weights(model):
 
 
 @pytest.mark.parametrize("token", [-1, 300, 383])
-def test_tokens_outside_the_true_vocabulary(token, model):
+def test_tokens_outside_the_unpadded_vocabulary_are_rejected(token, model):
     with pytest.raises(InputError, match=f"input_ids: .*{token}"):
         model(torch.tensor([[1, token]]), None, None)
 
 
-def test_tokens_that_do_not_divide_over_the_ranks(model):
+def test_sequence_length_that_the_ranks_do_not_divide_is_rejected(model):
     model.config.sequence_parallel, model.config.tensor_model_parallel_size = True, 2
-    with pytest.raises(InputError, match="input_ids: 3 tokens in a row do not divide over 2 ranks"):
+    with pytest.raises(
+        InputError, match="input_ids: sequence parallelism requires a multiple of 2 tokens in a row, got 3"
+    ):
         model(torch.tensor([[1, 2, 3]]), None, None)
 
 
-def test_the_mode_of_inference(model):
+def test_inference_mode_is_rejected(model):
     mode = pytest.importorskip("megatron.core.inference.utils")
     if not hasattr(mode, "InferenceMode"):
-        pytest.skip("this version has none")
+        pytest.skip("this version has no InferenceMode")
     with mode.InferenceMode.active(), pytest.raises(UnsupportedError, match="inference"):
         model(TOKENS, None, None)

@@ -1,4 +1,4 @@
-"""What will run is looked at before each forward: methods of classes and modules, hooks, weights that are computed."""
+"""Checks before each forward for replaced methods, hooks that change values, and computed weights."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.modules import module as torch_module
 
 from alignkit.errors import UnsupportedError
-from alignkit.megatron import logprobs, look, modules, patch_megatron
+from alignkit.megatron import logprobs, modules, patch_megatron, snapshot
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
 
@@ -47,7 +47,7 @@ def model(checkpoint, world):
         ("rotary_pos_emb", "get_rotary_seq_len"),
     ],
 )
-def test_a_method_of_a_module(where, name, model):
+def test_replaced_method_of_a_module_is_rejected(where, name, model):
     module = model.get_submodule(where)
     if not hasattr(module, name):
         pytest.skip(f"this version has no {name}")
@@ -59,20 +59,20 @@ def test_a_method_of_a_module(where, name, model):
     model(TOKENS, None, None)
 
 
-def test_a_method_bound_to_the_model_itself(model):
+def test_method_set_on_the_model_is_rejected(model):
     model._postprocess = types.MethodType(GPTModel._postprocess, model)
     with pytest.raises(UnsupportedError, match="model._postprocess"):
         model(TOKENS, None, None)
 
 
-def test_what_has_no_part_in_a_forward_may_be_replaced(model):
+def test_methods_that_do_not_run_in_a_forward_may_be_replaced(model):
     model.sharded_state_dict = model.decoder.state_dict = dict
     model.forward_backup = model.forward
     model(TOKENS, None, None)
 
 
 def wrapped(stock):
-    """A replacement that looks like what it replaces."""
+    """Return a replacement with the metadata of the function that it replaces."""
 
     @functools.wraps(stock)
     def wrapper(*args, **kwargs):
@@ -106,7 +106,7 @@ def wrapped(stock):
     [wrapped, functools.partialmethod, torch.no_grad(), torch.compile],
     ids=["wraps", "partialmethod", "no_grad", "compile"],
 )
-def test_a_method_of_a_class(owner, name, how, model, monkeypatch):
+def test_replaced_method_of_a_class_is_rejected(owner, name, how, model, monkeypatch):
     monkeypatch.setattr(owner, name, how(getattr(owner, name)))
     try:
         with pytest.raises(UnsupportedError, match=f"{owner.__qualname__}.{name}: has been replaced"):
@@ -116,7 +116,7 @@ def test_a_method_of_a_class(owner, name, how, model, monkeypatch):
     model(TOKENS, None, None)
 
 
-def test_a_method_of_a_class_before_the_patch(world, monkeypatch):
+def test_method_replaced_before_the_patch_is_rejected(world, monkeypatch):
     monkeypatch.setattr(SelfAttention, "forward", wrapped(SelfAttention.forward))
     with pytest.raises(UnsupportedError, match="SelfAttention.forward: .*by wrapped.<locals>.wrapper of .*test_rep"):
         patch_megatron(300)
@@ -125,43 +125,45 @@ def test_a_method_of_a_class_before_the_patch(world, monkeypatch):
         pass
 
 
-def test_a_method_that_a_class_had_inherited(model, monkeypatch):
+def test_override_of_an_inherited_method_is_rejected(model, monkeypatch):
     monkeypatch.setattr(SelfAttention, "_call_impl", wrapped(SelfAttention._call_impl), raising=False)
     with pytest.raises(UnsupportedError, match="SelfAttention._call_impl: has been replaced"):
         model(TOKENS, None, None)
 
 
-def test_names_that_the_patch_has_replaced(model, monkeypatch):
+def test_patched_name_replaced_by_others_is_rejected(model, monkeypatch):
     monkeypatch.setattr(attention, "apply_rotary_pos_emb", lambda t, *args, **kwargs: t)
     with pytest.raises(UnsupportedError, match="attention.apply_rotary_pos_emb: has been replaced since patch"):
         model(TOKENS, None, None)
 
 
-def test_a_decoder_called_on_its_own(model):
-    """Around GPTModel's forward nothing would be checked."""
+def test_decoder_called_outside_its_models_forward_is_rejected(model):
+    """Only GPTModel's forward runs the checks."""
     hidden = model.embedding(TOKENS, None)
-    with pytest.raises(UnsupportedError, match="TransformerBlock: called outside"):
+    with pytest.raises(UnsupportedError, match="TransformerBlock: must be called from its model's forward"):
         model.decoder(hidden, None)
 
 
 @pytest.mark.parametrize("name", ["self_attn_bda", "mlp_bda"])
-def test_a_residual_addition(name, model):
+def test_replaced_bias_dropout_add_is_rejected(name, model):
     layer = model.decoder.layers[1]
     stock = layer.__dict__[name]
     setattr(layer, name, lambda *args: stock(*args))
-    with pytest.raises(UnsupportedError, match=r"layers.1.self_attn_bda / mlp_bda"):
+    with pytest.raises(
+        UnsupportedError, match=rf"layers.1.{name}: must be Megatron's get_bias_dropout_add, got <function"
+    ):
         model(TOKENS, None, None)
     setattr(layer, name, stock)
     model(TOKENS, None, None)
 
 
-def test_a_configuration_of_one_module(model):
+def test_module_with_a_copied_config_is_rejected(model):
     model.decoder.layers[0].self_attention.config = copy.copy(model.config)
-    with pytest.raises(UnsupportedError, match="layers.0.self_attention.config: not the model's"):
+    with pytest.raises(UnsupportedError, match="layers.0.self_attention.config: must be the model's"):
         model(TOKENS, None, None)
 
 
-def test_weights_that_are_computed(model):
+def test_parametrized_weights_are_rejected(model):
     fc1 = model.decoder.layers[0].mlp.linear_fc1
     torch.nn.utils.parametrize.register_parametrization(fc1, "weight", torch.nn.Identity())
     with pytest.raises(UnsupportedError, match="linear_fc1: .*Parametrized"):
@@ -169,13 +171,13 @@ def test_weights_that_are_computed(model):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_weights_that_are_computed_in_a_hook(model):
+def test_weights_computed_in_a_hook_are_rejected(model):
     torch.nn.utils.weight_norm(model.decoder.layers[0].mlp.linear_fc2)
-    with pytest.raises(UnsupportedError, match="linear_fc2.weight: not a parameter"):
+    with pytest.raises(UnsupportedError, match="linear_fc2.weight: must be a parameter"):
         model(TOKENS, None, None)
 
 
-def test_a_compiled_module(model):
+def test_compiled_module_is_rejected(model):
     model.decoder.layers[0].compile()
     with pytest.raises(UnsupportedError, match="layers.0._compiled_call_impl"):
         model(TOKENS, None, None)
@@ -197,7 +199,7 @@ WHERE = [
 
 
 def forwards(model):
-    """The three ways through a model; output_layer's hooks run in different places of them."""
+    """Return the three calls of a model, which run output_layer's hooks at different points."""
     return (
         lambda: model(TOKENS, None, None),
         lambda: model(TOKENS, None, None, labels=TOKENS),
@@ -207,7 +209,7 @@ def forwards(model):
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("with_kwargs", [False, True])
-def test_a_hook_that_returns_something(where, with_kwargs, model):
+def test_hook_that_returns_another_output_is_rejected(where, with_kwargs, model):
     def other(*args):
         return [args[-1], "more"]
 
@@ -222,7 +224,7 @@ def test_a_hook_that_returns_something(where, with_kwargs, model):
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("with_kwargs", [False, True])
-def test_a_pre_hook_that_returns_something(where, with_kwargs, model):
+def test_pre_hook_that_returns_another_input_is_rejected(where, with_kwargs, model):
     hook = (
         (lambda module, args, kwargs: (args, kwargs | {"more": 1}))
         if with_kwargs
@@ -237,7 +239,7 @@ def test_a_pre_hook_that_returns_something(where, with_kwargs, model):
         forward()
 
 
-def test_hooks_that_write(model):
+def test_hooks_that_write_in_place_are_rejected(model):
     def write(module, args, output):
         with torch.no_grad():
             output.mul_(2)
@@ -255,7 +257,7 @@ def test_hooks_that_write(model):
     model(TOKENS, None, None)
 
 
-def test_hooks_of_all_modules(model):
+def test_hooks_of_all_modules_are_checked(model):
     other = torch.nn.Linear(2, 2)
     for register, hook in (
         (torch_module.register_module_forward_hook, lambda module, args, output: (output,)),
@@ -266,14 +268,14 @@ def test_hooks_of_all_modules(model):
             with pytest.raises(UnsupportedError, match="torch.nn.Module: the forward .*hook of all modules"):
                 model(TOKENS, None, None)
             if register is torch_module.register_module_forward_hook:
-                assert isinstance(other(torch.ones(1, 2)), tuple), "modules that are not ours are left alone"
+                assert isinstance(other(torch.ones(1, 2)), tuple), "other modules are not checked"
         finally:
             handle.remove()
         model(TOKENS, None, None)
 
 
-def test_hooks_that_record_or_give_back_what_they_got(model):
-    """They see what they saw before, and can be removed."""
+def test_hooks_that_only_observe_are_accepted(model):
+    """They run as before, and can be removed."""
     seen = []
 
     class Recorder:
@@ -296,7 +298,7 @@ def test_hooks_that_record_or_give_back_what_they_got(model):
     assert not model.decoder.final_layernorm._forward_pre_hooks
 
 
-def test_undo_gives_hooks_back(checkpoint, world):
+def test_undo_restores_hooks(checkpoint, world):
     model = workers.build(checkpoint(), torch.bfloat16)
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).triu(1)
 
@@ -309,23 +311,22 @@ def test_undo_gives_hooks_back(checkpoint, world):
         with patch_megatron(300):
             with pytest.raises(UnsupportedError, match="double"):
                 model(TOKENS, None, None)
-            copied = workers.copied(model)
+            copied = workers.deep_copy(model)
         assert list(model.decoder.final_layernorm._forward_hooks.values()) == [double]
         assert_bitwise_equal(model(TOKENS, None, mask), stock)
         assert_bitwise_equal(copied(TOKENS, None, mask), stock, "a copy")
 
 
-def test_nothing_is_looked_at_twice_without_a_change(model, monkeypatch):
-    """What is slow is done once, and again after a change."""
-    looked = []
-    stock = look.Look.__init__
-    monkeypatch.setattr(look.Look, "__init__", lambda *args, **kw: looked.append(1) or stock(*args, **kw))
+def test_model_is_checked_again_only_after_a_change(model, monkeypatch):
+    snapshots = []
+    stock = snapshot.Snapshot.__init__
+    monkeypatch.setattr(snapshot.Snapshot, "__init__", lambda *args, **kw: snapshots.append(1) or stock(*args, **kw))
     for forward in forwards(model):
         forward()
     model.train()
     model(TOKENS, None, None, labels=TOKENS).sum().backward()
     model(TOKENS, None, None, labels=TOKENS)
-    assert len(looked) == 1
+    assert len(snapshots) == 1
     model.decoder.layers[0].more = 1
     model(TOKENS, None, None)
-    assert len(looked) == 2
+    assert len(snapshots) == 2

@@ -1,7 +1,7 @@
-"""TransformerEngine itself on Hopper GPUs, one or two: ``python -m pytest tests/megatron/test_te_cuda.py``.
+"""TransformerEngine itself on one or two Hopper GPUs: ``python -m pytest tests/megatron/test_te_cuda.py``.
 
-What `test_te.py` shows of modules with its interface, of its own: the bits of the local layer spec, and nothing of a module
-but its arithmetic changed.
+The tests are those of `test_te.py`, with the real modules: the bits of the local layer spec, and changes of the
+modules' arithmetic only.
 """
 
 import importlib.util
@@ -15,11 +15,11 @@ from alignkit.convert import Checkpoint
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import te_workers, workers
 from tests.megatron.gpus import GPUs
-from tests.megatron.test_recompute import RECOMPUTED, same
+from tests.megatron.test_recompute import RECOMPUTE_CONFIGS, same
 
 COUNT = most_ranks()
 WORLD = max((n for n in (1, 2) if n <= COUNT), default=0)
-CUTS = [(tp, sp) for tp in range(1, WORLD + 1) for sp in ((False, True) if tp > 1 else (False,))]
+LAYOUTS = [(tp, sp) for tp in range(1, WORLD + 1) for sp in ((False, True) if tp > 1 else (False,))]
 BIG = dict(hidden=512, layers=4, heads=8, kv_heads=4, intermediate=1536)
 MODELS = {
     "qwen3": ("qwen3", torch.bfloat16, False, 2000),
@@ -42,46 +42,48 @@ def gpus():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_way_gives_the_bits_of_the_local_spec(name, checkpoint, gpus, long_rows):
-    """The local one has TransformerEngine's final norm where that is installed."""
+def test_logprobs_have_the_bits_of_the_local_spec(name, checkpoint, gpus, long_rows):
+    """With TransformerEngine installed, the local spec uses its final norm."""
     path, dtype = checkpoint(*MODELS[name], **BIG), MODELS[name][1]
-    expected = gpus.with_tp(1, workers.every_way, path, dtype, False, long_rows)[0]
-    for tp, sp in CUTS:
+    expected = gpus.with_tp(1, workers.all_calls, path, dtype, False, long_rows)[0]
+    for tp, sp in LAYOUTS:
         for spec in (True, False):
             given = path, dtype, sp, long_rows
-            for rank, result in enumerate(gpus.with_tp(tp, workers.every_way, *given, transformer_engine=spec)):
+            for rank, result in enumerate(gpus.with_tp(tp, workers.all_calls, *given, transformer_engine=spec)):
                 assert result.keys() == expected.keys()
-                for way, value in result.items():
-                    assert_bitwise_equal(value, expected[way], f"{way}, TP {tp}, SP {sp}, its spec {spec}, rank {rank}")
+                for call, value in result.items():
+                    assert_bitwise_equal(
+                        value, expected[call], f"{call}, TP {tp}, SP {sp}, its spec {spec}, rank {rank}"
+                    )
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_local_spec(name, checkpoint, gpus, long_rows):
-    """Under DDP; also with activation recomputation."""
+def test_gradients_have_the_bits_of_the_local_spec(name, checkpoint, gpus, long_rows):
+    """Covers activation recomputation, under DDP."""
     path, dtype = checkpoint(*MODELS[name], **BIG), MODELS[name][1]
-    for tp, sp in CUTS:
+    for tp, sp in LAYOUTS:
         given = path, dtype, sp, long_rows
         expected = gpus.with_tp(tp, workers.step, *given)[0]
         for rank, actual in enumerate(gpus.with_tp(tp, workers.step, *given, transformer_engine=True)):
             same(actual, expected, f"TP {tp}, SP {sp}, rank {rank}")
-        for config, fields in RECOMPUTED.items():
+        for config, fields in RECOMPUTE_CONFIGS.items():
             actual = gpus.with_tp(tp, workers.step, *given, transformer_engine=True, **fields)[0]
             same(actual, expected, f"TP {tp}, SP {sp}, {config}")
 
 
-def test_gradient_accumulation_fusion_changes_nothing(checkpoint, gpus, long_rows):
+def test_gradient_accumulation_fusion_changes_no_gradient(checkpoint, gpus, long_rows):
     path = checkpoint(*MODELS["qwen3"], **BIG)
-    for tp, sp in CUTS:
-        for plain, fused in gpus.with_tp(tp, te_workers.fused, path, long_rows, sp):
+    for tp, sp in LAYOUTS:
+        for plain, fused in gpus.with_tp(tp, te_workers.steps_without_and_with_fusion, path, long_rows, sp):
             same(fused, plain, f"TP {tp}, SP {sp}")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2"])
-def test_taken_over_and_back(name, checkpoint, gpus, long_rows):
-    """State dict, `_extra_state` and marks stay; after `undo` the model has stock's bits again."""
+def test_undo_restores_the_te_model(name, checkpoint, gpus, long_rows):
+    """State dict, `_extra_state` and parameter marks do not change; `undo` restores the stock bits."""
     path = checkpoint(*MODELS[name], **BIG)
-    for tp, sp in CUTS:
-        for report, before, aligned, after in gpus.with_tp(tp, te_workers.taken_over_and_back, path, sp, long_rows):
+    for tp, sp in LAYOUTS:
+        for report, before, aligned, after in gpus.with_tp(tp, te_workers.patch_and_undo, path, sp, long_rows):
             assert not report["stock"]
             assert report["aligned"]["decoder.layers.1.self_attention.linear_qkv"] == "rms_norm, linear"
             assert report["aligned"]["decoder.layers.1.self_attention.core_attention"] == "attention"
@@ -91,37 +93,37 @@ def test_taken_over_and_back(name, checkpoint, gpus, long_rows):
             assert (aligned - before).abs().max() < 0.3
 
 
-def test_copies(checkpoint, gpus, long_rows):
-    gpus.with_tp(1, te_workers.copies, checkpoint(*MODELS["qwen3"], **BIG), long_rows)
+def test_undo_restores_copies(checkpoint, gpus, long_rows):
+    gpus.with_tp(1, te_workers.check_copies, checkpoint(*MODELS["qwen3"], **BIG), long_rows)
 
 
-def test_distributed_checkpoints(checkpoint, gpus, long_rows, tmp_path):
+def test_distributed_checkpoints_load_stock_and_aligned(checkpoint, gpus, long_rows, tmp_path):
     for folder in ("stock", "aligned"):
         (tmp_path / folder).mkdir()
     path = checkpoint(*MODELS["qwen3"], **BIG)
-    for stock, local in gpus.with_tp(WORLD, te_workers.checkpointed, path, tmp_path, long_rows):
+    for stock, local in gpus.with_tp(WORLD, te_workers.cross_load_checkpoints, path, tmp_path, long_rows):
         assert stock == local
 
 
-def test_weights_under_their_hf_names(checkpoint, gpus):
+def test_exported_weights_equal_the_checkpoint(checkpoint, gpus):
     path = checkpoint(*MODELS["qwen2"], **BIG)
     expected = Checkpoint(path)
-    for weights in gpus.with_tp(WORLD, te_workers.sent, path):
+    for weights in gpus.with_tp(WORLD, te_workers.exported_weights, path):
         assert set(weights) == set(expected)
         for weight, value in weights.items():
             assert torch.equal(value, expected[weight]), weight
 
 
-def test_what_one_rank_has_is_refused_on_all(checkpoint, gpus):
-    for names, raised in gpus.with_tp(WORLD, te_workers.refused, checkpoint(*MODELS["qwen3"], **BIG)):
+def test_unsupported_state_on_one_rank_raises_on_all_ranks(checkpoint, gpus):
+    for names, raised in gpus.with_tp(WORLD, te_workers.errors_by_change, checkpoint(*MODELS["qwen3"], **BIG)):
         for name in names:
-            assert name in raised, f"{name} is not refused"
+            assert name in raised, f"{name} is not rejected"
             kind, message = raised[name]
             assert kind == "UnsupportedError" and name in message, message
 
 
-def test_nothing_waits_for_the_device(checkpoint, gpus, long_rows):
+def test_forward_and_backward_do_not_synchronize(checkpoint, gpus, long_rows):
     path = checkpoint(*MODELS["qwen3"], **BIG)
-    for tp, sp in CUTS:
-        run = partial(workers.without_waiting, transformer_engine=True)
+    for tp, sp in LAYOUTS:
+        run = partial(workers.run_without_synchronization, transformer_engine=True)
         gpus.with_tp(tp, run, path, torch.bfloat16, sp, long_rows)

@@ -1,4 +1,4 @@
-"""Jobs of `alignkit.check.train`, in processes of their own: started as `alignkit check` does, and once the command."""
+"""Jobs of `alignkit.check.train`, run in separate processes as `alignkit check` runs them."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ from tests.megatron import workers
 
 @pytest.fixture
 def sampled(rows, tmp_path):
-    """A logprob file of `rows`: prompts of one to three tokens, the rest sampled."""
+    """Save `rows` as a logprob file with prompts of one to three tokens, and return its content."""
     cut = [min(len(row) - 1, i % 3 + 1) for i, row in enumerate(rows)]
     pairs = [(row[:n], row[n:]) for n, row in zip(cut, rows, strict=True)]
     given = Logprobs(
@@ -43,7 +43,7 @@ def job_of(tmp_path, modes, **spec):
 
 
 def run(tmp_path, **spec):
-    """WorkerError if it fails. TransformerEngine is installed, that of `te_on_cpu`, if the job asks for its spec."""
+    """Run a job, with TransformerEngine from `te_on_cpu` if its spec is "te"; raises WorkerError if it fails."""
     prepare(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         if spec.get("spec") == "te":
@@ -51,7 +51,7 @@ def run(tmp_path, **spec):
         execute([job_of(tmp_path, **spec)], tmp_path, 240, Progress())
 
 
-def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
+def test_patched_job_is_bit_equal_and_stock_job_drifts(checkpoint, sampled, tmp_path, world):
     path = checkpoint("qwen3", torch.bfloat16, vocab=2000)
     with patch_megatron(2000), torch.no_grad():
         expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
@@ -78,7 +78,7 @@ def test_patched_and_stock_jobs(checkpoint, sampled, tmp_path, world):
     assert 0 < difference.max() < 0.3
 
 
-def test_an_expert_parallel_job(checkpoint, sampled, tmp_path, world):
+def test_expert_parallel_job_is_bit_equal(checkpoint, sampled, tmp_path, world):
     path = checkpoint("qwen3_moe", torch.bfloat16, intermediate=128, experts=8, top_k=2)
     with patch_megatron(300), torch.no_grad():
         expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
@@ -94,7 +94,7 @@ def test_an_expert_parallel_job(checkpoint, sampled, tmp_path, world):
     [dict(spec="te", tp=2, sequence_parallel=True, cp=2), dict(spec="te", tp=1, pp=2, cp=2)],
     ids=["te-tp2-sp-cp2", "te-pp2-cp2"],
 )
-def test_stages_and_parts_of_sequences(layout, checkpoint, sampled, tmp_path, world):
+def test_pipeline_and_context_parallel_jobs_are_bit_equal(layout, checkpoint, sampled, tmp_path, world):
     path = checkpoint("qwen3", torch.bfloat16)
     with patch_megatron(300), torch.no_grad():
         expected = train.recompute(workers.build(path, torch.bfloat16), sampled, "one")
@@ -108,8 +108,8 @@ def test_stages_and_parts_of_sequences(layout, checkpoint, sampled, tmp_path, wo
             assert_bitwise_equal(a, b, mode)
 
 
-def test_stock_stages_of_transformer_engines_spec(checkpoint, sampled, tmp_path, world):
-    """Its attention is another one, and takes packed sequences."""
+def test_stock_pipeline_job_with_te_spec_runs_padded_and_packed(checkpoint, sampled, tmp_path, world):
+    """Stock TransformerEngine attention supports packed sequences, unlike the local spec's."""
     path = checkpoint("qwen3", torch.bfloat16)
     with torch.no_grad():
         expected = torch.cat(train.recompute(workers.build(path, torch.bfloat16), sampled, "padded", patched=False))
@@ -121,18 +121,18 @@ def test_stock_stages_of_transformer_engines_spec(checkpoint, sampled, tmp_path,
         assert (torch.cat(got.logprobs) - expected).abs().max() < 0.3, mode
 
 
-def test_a_rank_that_fails_ends_the_job(checkpoint, sampled, tmp_path):
-    """Rank 0 cannot write its first result while rank 1 goes on to the next run: its traceback arrives."""
+def test_failing_rank_ends_the_job_with_its_traceback(checkpoint, sampled, tmp_path):
+    """Rank 0 cannot write its first result while rank 1 continues with the next run."""
     (tmp_path / "one").mkdir()
     with pytest.raises(WorkerError, match="exit status") as raised:
         run(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one", "padded"])
-    said = str(raised.value)
-    assert "IsADirectoryError" in said and "train.py" in said
+    message = str(raised.value)
+    assert "IsADirectoryError" in message and "train.py" in message
     assert not (tmp_path / "padded").exists()
 
 
-def test_a_truncated_input(checkpoint, sampled, tmp_path):
-    """Of the command, which a job is run again by."""
+def test_command_reports_a_truncated_input(checkpoint, sampled, tmp_path):
+    """The command is the one that reruns a job by hand."""
     (tmp_path / "in").write_bytes((tmp_path / "in").read_bytes()[:100])
     job = job_of(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one"])
     write(job, tmp_path / "job.json")
@@ -142,7 +142,7 @@ def test_a_truncated_input(checkpoint, sampled, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["one", "padded", "packed"])
-def test_sequences_without_tokens(mode, checkpoint, rows, world):
+def test_sequences_without_sampled_tokens_have_no_logprobs(mode, checkpoint, rows, world):
     given = Logprobs([rows[1], rows[2][:1], [7]], [[], rows[2][1:], []], [torch.zeros(0)] * 3, "none")
     with patch_megatron(300), torch.no_grad():
         model = workers.build(checkpoint(), torch.bfloat16)
@@ -162,14 +162,18 @@ def test_sequences_without_tokens(mode, checkpoint, rows, world):
         ({"tp": 3}, UnsupportedError, "num_key_value_heads"),
         ({"tp": "2"}, InputError, "tp"),
         ({"ep": "2"}, InputError, "ep"),
-        ({"ep": 2}, UnsupportedError, "ep: 2 expert-parallel ranks do not divide 0 experts"),
-        ({"pp": 4}, InputError, "pp: 4 stages do not divide 2 layers"),
-        ({"pp": 0}, InputError, "pp: 0 stages"),
-        ({"cp": 0}, InputError, "cp: 0 is not positive"),
-        ({"cp": 3}, InputError, "cp: 3 ranks do not divide 4 query heads"),
-        ({"cp": 2, "patched": False}, UnsupportedError, "cp: stock Megatron"),
-        ({"spec": "apex"}, InputError, "spec: 'apex' is not one of local, te"),
-        ({"spec": "te"}, UnsupportedError, "spec: TransformerEngine is not installed"),
+        ({"ep": 2}, UnsupportedError, "ep: must be 1 without experts, got 2"),
+        ({"pp": 4}, InputError, "pp: must divide the model's 2 layers, got 4"),
+        ({"pp": 0}, InputError, "pp: must divide the model's 2 layers, got 0"),
+        ({"cp": 0}, InputError, "cp: must be positive, got 0"),
+        ({"cp": 3}, InputError, "cp: must divide query heads = 4, got 3"),
+        (
+            {"cp": 2, "patched": False},
+            UnsupportedError,
+            "cp: alignkit check runs stock Megatron-core with cp = 1 only, got 2",
+        ),
+        ({"spec": "apex"}, InputError, "spec: expected one of local, te, got 'apex'"),
+        ({"spec": "te"}, UnsupportedError, "spec: te requires TransformerEngine"),
         ({"extra": 1}, InputError, "extra"),
         ({"runs": [{"mode": "chunked", "in": "a", "out": "b"}]}, InputError, "chunked"),
         ({"patched": False, "runs": [{"mode": "packed", "in": "a", "out": "b"}]}, UnsupportedError, "packed"),
@@ -177,7 +181,7 @@ def test_sequences_without_tokens(mode, checkpoint, rows, world):
         ({"model": "nowhere"}, InputError, "nowhere"),
     ],
 )
-def test_a_job_that_cannot_run(change, error, named, checkpoint, monkeypatch):
+def test_invalid_job_is_rejected(change, error, named, checkpoint, monkeypatch):
     monkeypatch.setattr(train, "installed", lambda name: False)
     job = {"model": str(checkpoint()), "dtype": "bfloat16", "patched": True, "tp": 1, "runs": []}
     with pytest.raises(error, match=named):

@@ -1,4 +1,7 @@
-"""What the tests run on each tensor-parallel rank; all with real Megatron-core."""
+"""Functions that the tests run on each tensor-parallel rank, with real Megatron-core.
+
+The ranks unpickle them by name. Tests read the keys of `all_calls`.
+"""
 
 import contextlib
 import copy
@@ -18,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @contextlib.contextmanager
 def megatron(tp):
-    """Megatron's process groups, unless there are any: all ranks of `tp` are tensor-parallel."""
+    """Initialize Megatron's process groups, unless they exist, with all ranks of `tp` tensor-parallel."""
     from megatron.core import parallel_state
 
     with cpu_host():
@@ -33,21 +36,21 @@ def build(model_dir, dtype, sequence_parallel=False, **overrides):
     return gpt_model(model_dir, dtype, sequence_parallel=sequence_parallel, **overrides)
 
 
-def copied(model):
-    """A deep copy with the same process groups, which cannot be copied."""
+def deep_copy(model):
+    """Return a deep copy that shares the process groups, which cannot be copied."""
     groups = [*vars(model.pg_collection).values(), *(vars(m).get("tp_group") for m in model.modules())]
     return copy.deepcopy(model, {id(group): group for group in groups})
 
 
 def as_logprobs(rows):
-    """Token lists as a set of sequences whose prompt is the first token."""
+    """Return token lists as `Logprobs` whose prompts are the first tokens."""
     return Logprobs(
         [row[:1] for row in rows], [row[1:] for row in rows], [torch.zeros(len(row) - 1) for row in rows], "none"
     )
 
 
 def batch(rows, multiple=1):
-    """tokens, positions, labels ``[b, s]`` of rows padded on the right, and which labels count."""
+    """Return tokens, positions, labels and the mask of counted labels, ``[b, s]``, of rows padded on the right."""
     s = max(map(len, rows)) - 1
     s += -s % multiple
     tokens = torch.zeros(len(rows), s, dtype=torch.int64)
@@ -57,8 +60,20 @@ def batch(rows, multiple=1):
     return (t.to(DEVICE) for t in (tokens, torch.arange(s).expand_as(tokens), labels, labels != IGNORE))
 
 
-def every_way(tp, model_dir, dtype, sequence_parallel, rows, **config):
-    """The logprobs of `rows` by every way there is to ask for them, fp32, rows one after the other. config: for `build`."""
+def all_calls(tp, model_dir, dtype, sequence_parallel, rows, **config):
+    """Compute the logprobs of `rows` by every call and micro-batch layout that the package supports.
+
+    Args:
+        tp: Tensor-parallel group.
+        model_dir: HF directory.
+        dtype: Model type.
+        sequence_parallel: Use sequence parallelism.
+        rows: Token lists.
+        **config: Arguments of `build`.
+
+    Returns:
+        Name of the call -> fp32 logprobs, or entropies, of all rows, concatenated.
+    """
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     vocab = read_architecture(model_dir).vocab
@@ -75,7 +90,8 @@ def every_way(tp, model_dir, dtype, sequence_parallel, rows, **config):
             asked = logprobs(model, tokens, positions, None, labels, temperature=temperature, return_entropy=True)
             result[f"logprobs at {temperature}"] = asked.log_probs[counted]
             result[f"entropy at {temperature}"] = asked.entropy[counted]
-        cooled = logits / torch.full((1,), 0.7, device=logits.device)  # by a number, CUDA multiplies by its reciprocal
+        # A tensor, because CUDA turns division by a Python scalar into multiplication by its reciprocal.
+        cooled = logits / torch.full((1,), 0.7, device=logits.device)
         result["logits at 0.7"] = -vocab_parallel_cross_entropy(cooled, labels)[counted]
     return result
 
@@ -93,12 +109,26 @@ def step(
     keep_logits=False,
     **config,
 ):
-    """One backward of the mean loss under Megatron's DDP and its reductions: loss, HF name -> fp32 gradient.
+    """Run a backward pass of the mean loss under Megatron's DDP and its reductions.
 
-    wrapped: in a Float16Module too. overlap: reduce gradients during the backward pass. micro_batches: how many parts
-    `rows` are cut into. keep_logits: as of `patch_megatron`. config: fields of the TransformerConfig. Rows are padded as
-    sequence parallelism needs, with it or without: torch's gradient of the embedding depends on where in the batch a
-    token is."""
+    Rows have the padding of sequence parallelism in either case: torch's gradient of the embedding depends on the
+    position of a token in the batch.
+
+    Args:
+        tp: Tensor-parallel group.
+        model_dir: HF directory.
+        dtype: Model type.
+        sequence_parallel: Use sequence parallelism.
+        rows: Token lists.
+        wrapped: Wrap the model in a Float16Module.
+        overlap: Reduce gradients during the backward pass.
+        micro_batches: Number of micro-batches.
+        keep_logits: Argument of `patch_megatron`.
+        **config: Fields of the TransformerConfig.
+
+    Returns:
+        The loss, and HF name -> unsharded fp32 gradient.
+    """
     from megatron.core import distributed
     from megatron.core.transformer.module import Float16Module
 
@@ -123,12 +153,14 @@ def step(
                 total += loss.item()
         distributed.finalize_model_grads([ddp])
         grads = {whole_name(model, name): p.main_grad for name, p in model.named_parameters()}
-        return total, gathered(tp, arch, grads)
+        return total, gather(tp, arch, grads)
 
 
-def bare_step(tp, model_dir, dtype, sequence_parallel, rows, *, micro_batches=1, **config):
-    """What `step` must give: the model's own gradients, added in fp32 one micro-batch after the other. Norms only
-    agree where no rank holds a part of their rows."""
+def step_without_ddp(tp, model_dir, dtype, sequence_parallel, rows, *, micro_batches=1, **config):
+    """Return the gradients that `step` must give: those of the model without DDP, summed over micro-batches in fp32.
+
+    With sequence parallelism, the gradients of norms differ: each rank has the sum over its own tokens.
+    """
     arch = read_architecture(model_dir)
     with megatron(tp), patch_megatron(arch.vocab):
         model = build(model_dir, dtype, sequence_parallel, **config).train()
@@ -138,22 +170,22 @@ def bare_step(tp, model_dir, dtype, sequence_parallel, rows, *, micro_batches=1,
             mean_loss(model, rows[i::micro_batches], micro_batches, tp.size).backward()
             for name, p in model.named_parameters():
                 grads[name] += p.grad
-        return gathered(tp, arch, grads)
+        return gather(tp, arch, grads)
 
 
 def mean_loss(model, rows, parts, multiple=1):
-    """The mean over the tokens of `rows`, over `parts`."""
+    """Return the mean loss over the tokens of `rows`, divided by `parts`."""
     tokens, positions, labels, counted = batch(rows, multiple)
     return model(tokens, positions, None, labels=labels).sum() / counted.sum() / parts
 
 
-def gathered(tp, arch, grads):
-    """HF name -> whole tensor, of this rank's parts."""
+def gather(tp, arch, grads):
+    """Return HF name -> unsharded tensor, gathered from the ranks' shards."""
     return {name: t.cpu() for name, t in to_hf(arch, grads, lambda name: tp.all_gather(grads[name]))}
 
 
 def built_before(tp, model_dir, rows):
-    """Logprobs of sequence-parallel models built before the patch, by what was asked of their configuration."""
+    """Return the logprobs of sequence-parallel models built before the patch, by name of their config."""
     asked = {
         "nothing": {},
         "fusions": {"bias_dropout_fusion": True, "bias_activation_fusion": True},
@@ -167,13 +199,13 @@ def built_before(tp, model_dir, rows):
 
 
 def stock(tp, model_dir, dtype, rows):
-    """The logprobs of `rows` by Megatron as it comes."""
+    """Return the logprobs of `rows` from stock Megatron."""
     with megatron(tp), torch.no_grad():
         return torch.cat(recompute(build(model_dir, dtype), as_logprobs(rows), "padded", patched=False))
 
 
 def train_and_send(tp, model_dir, dtype, rows):
-    """Logprobs before and after a step of plain SGD, and the weights after it by HF name."""
+    """Return the logprobs before and after a step of plain SGD, and the weights after it by HF name."""
     from alignkit.megatron.build import hf_weights
 
     arch = read_architecture(model_dir)
@@ -189,7 +221,7 @@ def train_and_send(tp, model_dir, dtype, rows):
 
 
 def load_and_compute(tp, model_dir, dtype, rows, weights):
-    """The logprobs of `rows` on this rank with other `weights` (HF names)."""
+    """Return the logprobs of `rows` of a model with other `weights`, given by HF name."""
     from alignkit.convert import to_megatron
 
     arch = read_architecture(model_dir)
@@ -200,7 +232,7 @@ def load_and_compute(tp, model_dir, dtype, rows, weights):
 
 
 def entropy_step(tp, model_dir, dtype, rows, temperature):
-    """HF name -> gradient of the summed entropy at `temperature`, on one rank."""
+    """Return HF name -> gradient of the summed entropy at `temperature`, on one rank."""
     arch = read_architecture(model_dir)
     with megatron(tp), patch_megatron(arch.vocab):
         model = build(model_dir, dtype)
@@ -213,7 +245,7 @@ def entropy_step(tp, model_dir, dtype, rows, temperature):
 
 
 def disagree(tp, model_dir, rows, what):
-    """A forward in which rank 1 differs from rank 0 in `what`."""
+    """Run a forward in which rank 1 differs from rank 0 in `what`."""
     odd = tp.rank == 1
     with megatron(tp), patch_megatron(299 if odd and what == "vocab_size" else 300):
         model = build(model_dir, torch.bfloat16)
@@ -290,19 +322,29 @@ WRONG = {
     "decoder.layers.0: the forward hook": lambda model, call: _hook(model.decoder.layers[0]),
     "decoder.final_layernorm: the forward hook": lambda model, call: _hook(model.decoder.final_layernorm),
 }
-"""What one rank does differently from the other; the first word must be in the error."""
+"""Name, whose first word must be in the error -> change that rank 1 alone makes."""
 
 
-def wrong_on_one_rank(tp, model_dir, what, ways=WRONG, **options):
-    """A forward in which rank 1 alone does `what` of `ways`, then one in which all is right. What the first raised, as it is
-    named. options: of `build`."""
+def wrong_on_one_rank(tp, model_dir, what, changes=WRONG, **options):
+    """Run a forward with change `what` of `changes` on rank 1 alone, and check that one without it gives the same bits.
+
+    Args:
+        tp: Tensor-parallel group.
+        model_dir: HF directory.
+        what: Key of `changes`.
+        changes: Changes of the model or the call.
+        **options: Arguments of `build`.
+
+    Returns:
+        Class name and message of the error of the first forward; None if it succeeded.
+    """
     with megatron(tp), patch_megatron(300), torch.no_grad():
         model = build(model_dir, torch.bfloat16, **options)
         tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
         right = dict(tokens=tokens, position_ids=None, attention_mask=None, labels=tokens)
         expected = logprobs(model, **right).log_probs
         call, raised = dict(right), None
-        with (ways[what](model, call) if tp.rank == 1 else None) or contextlib.nullcontext():
+        with (changes[what](model, call) if tp.rank == 1 else None) or contextlib.nullcontext():
             try:
                 logprobs(model, **call)
             except Exception as e:
@@ -311,14 +353,17 @@ def wrong_on_one_rank(tp, model_dir, what, ways=WRONG, **options):
         return raised
 
 
-def recomputed(tp, model_dir, dtype, sequence_parallel, rows, configs):
-    """`step` with each of `configs`, by name."""
+def steps_by_config(tp, model_dir, dtype, sequence_parallel, rows, configs):
+    """Return `step` with each of `configs`, by name."""
     return {name: step(tp, model_dir, dtype, sequence_parallel, rows, **config) for name, config in configs.items()}
 
 
 def optimizer_steps(tp, model_dir, dtype, rows, distributed, overlap, steps=3):
-    """The losses of `steps` steps of Megatron's Adam. distributed: its states are cut over the data-parallel ranks,
-    and with `overlap` the new parameters are gathered during the next forward."""
+    """Return the losses of `steps` steps of Megatron's Adam.
+
+    With `distributed`, its states are sharded over the data-parallel ranks; with `overlap`, the next forward gathers
+    the updated parameters.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -361,7 +406,7 @@ def optimizer_steps(tp, model_dir, dtype, rows, distributed, overlap, steps=3):
 
 
 def packed(rows, multiple=1, longest=None):
-    """tokens, labels ``[1, t]`` and PackedSeqParams of rows end to end, each padded to a multiple of `multiple`."""
+    """Return tokens and labels, ``[1, t]``, and PackedSeqParams of rows padded to multiples of `multiple`."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens, labels, starts = [], [], [0]
@@ -382,9 +427,11 @@ def causal_mask(s):
     return torch.ones(1, 1, s, s, dtype=torch.bool, device=DEVICE).triu(1)
 
 
-def without_waiting(tp, model_dir, dtype, sequence_parallel, rows, **config):
-    """Two rounds of micro-batches, the second, with new tensors, under torch's watch for synchronisations. config: for
-    `build`."""
+def run_without_synchronization(tp, model_dir, dtype, sequence_parallel, rows, **config):
+    """Run two rounds of micro-batches, the second with torch's sync debug mode set to raise at synchronizations.
+
+    The second round has new tensors. `config` has the arguments of `build`.
+    """
     multiple = tp.size if sequence_parallel else 1
     with megatron(tp), patch_megatron(read_architecture(model_dir).vocab):
         model = build(model_dir, dtype, sequence_parallel, **config).train()
@@ -413,7 +460,7 @@ def without_waiting(tp, model_dir, dtype, sequence_parallel, rows, **config):
 
 
 def wrong_value(model_dir, what):
-    """A forward on this process's GPU with a wrong value among its inputs."""
+    """Run a forward on this process's GPU with one invalid value among its inputs."""
     from tests.megatron.gpus import join, tensor_parallel
 
     join(0, 1, store=torch.distributed.HashStore())

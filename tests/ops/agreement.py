@@ -1,4 +1,7 @@
-"""Calls of two ranks that do not fit together, for ranks on CPUs and on GPUs."""
+"""Mismatched calls of two ranks, for test_agreement.py (CPUs) and test_agreement_cuda.py (GPUs).
+
+Each function runs on both ranks; rank `odd` makes the other call.
+"""
 
 import os
 from unittest import mock
@@ -14,14 +17,14 @@ def linear(tp, rows, row_parallel=False, device="cpu", **change):
     (ops.row_parallel_linear if row_parallel else ops.linear)(x, w, tp=tp, **change)
 
 
-def forgetful(tp, odd, row_parallel, device):
-    """Both ranks compute 4 rows and then 8; then rank `odd` computes 6, which are new to it, and the other 4."""
+def new_size_on_one_rank(tp, odd, row_parallel, device):
+    """Compute 4, 8 and 4 rows on both ranks, then 6 rows, a new size, on rank `odd` and 4 on the other."""
     for rows in (4, 8, 4):
         linear(tp, rows, row_parallel, device)
     linear(tp, 6 if tp.rank == odd else 4, row_parallel, device)
 
 
-def fails_alone(tp, odd, device):
+def check_fails_on_one_rank(tp, odd, device):
     def checks():
         if tp.rank == odd:
             raise KeyError("a mistake of the caller")
@@ -30,12 +33,12 @@ def fails_alone(tp, odd, device):
     tp.check_same("an op", checks)
 
 
-def strict_alone(tp, odd, device):
+def strict_on_one_rank(tp, odd, device):
     with mock.patch.dict(os.environ, {"ALIGNKIT_STRICT": "1" if tp.rank == odd else "0"}):
         linear(tp, 4, device=device)
 
 
-def trains_alone(tp, odd, device):
+def gradients_on_one_rank(tp, odd, device):
     with torch.set_grad_enabled(tp.rank != odd):
         linear(tp, 4, device=device)
 
@@ -64,7 +67,7 @@ HEADS = {
     "target, its values: differ  ": {"target": MOVED},
     "temperature, its values: differ": {"temperature": torch.tensor([0.7] * 5 + [0.71], device="cpu")},
 }
-"""What an error begins with, and what one rank has of its own."""
+"""Beginning of the error, and the arguments that one rank changes; trailing spaces only distinguish keys."""
 HEAD_SETTINGS = {
     "temperature: differs": {"temperature": 0.5},
     "ignore_index: differs": {"ignore_index": -1},
@@ -74,11 +77,11 @@ HEAD_SETTINGS = {
 }
 
 
-def head_alone(tp, odd, change, device):
+def head_changed_on_one_rank(tp, odd, change, device):
     return head(tp, device, **(change if tp.rank == odd else {}))
 
 
-def dies_alone(tp, odd):
+def death_of_one_rank(tp, odd):
     if tp.rank == odd:
         os._exit(3)
     linear(TP(tp.group), 4)

@@ -1,4 +1,7 @@
-"""Inputs and error bounds for the op tests."""
+"""Inputs, error bounds and problem descriptions for the op tests.
+
+ALIGNKIT_TEST_DEVICE selects the device of the tests, ALIGNKIT_TEST_EXAMPLES the number of random cases.
+"""
 
 import contextlib
 import os
@@ -13,9 +16,9 @@ U32 = 2.0**-24
 """Unit roundoff of fp32."""
 CPU = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu") == "cpu"
 EXP = (4 if CPU else 100) * U32
-"""Relative error of exp: a few units on the CPU; elsewhere x log2(e) is rounded, and |x| < 88 multiplies that."""
+"""Relative error of exp: 4 units on the CPU; a GPU rounds x log2(e), and |x| < 88 multiplies that error."""
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Unit roundoff of each model type."""
+"""Unit roundoff of each model dtype."""
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 """Spacing of the numbers next to zero."""
 
@@ -25,12 +28,12 @@ seeds = st.integers(0, 2**31)
 
 
 def times(n: int) -> range:
-    """0 to n - 1, for what a test repeats by itself; fewer of the last ones if ALIGNKIT_TEST_EXAMPLES are fewer."""
+    """Return range(n) for a test's own loop, or only its last ALIGNKIT_TEST_EXAMPLES numbers if they are fewer."""
     return range(max(n - int(os.environ.get("ALIGNKIT_TEST_EXAMPLES", n)), 0), n)
 
 
 def gamma(n: int) -> float:
-    """Relative bound of a chain of n fp32 operations."""
+    """Return the relative error bound of a chain of n fp32 operations."""
     return n * U32 / (1 - n * U32)
 
 
@@ -42,17 +45,17 @@ def randn(*shape, dtype=torch.float32, scale=1.0, seed=None):
 
 @contextlib.contextmanager
 def without(*rules):
-    """Within the block, the kernels with these rules, each a module and the name of a function there, are for no problem."""
+    """Make kernels reject every problem; each rule is a module and the name of a kernel's rule function there."""
     with contextlib.ExitStack() as stack:
         for module, name in rules:
-            stack.enter_context(mock.patch.object(module, name, return_value="the test has it so"))
+            stack.enter_context(mock.patch.object(module, name, return_value="rejected by the test"))
         stack.callback(dispatch.choose.cache_clear)
         dispatch.choose.cache_clear()
         yield
 
 
 def assert_within(actual, expected, bound, what="result"):
-    """|actual - expected| <= bound elementwise; names the worst element."""
+    """Check |actual - expected| <= bound elementwise; report the worst element."""
     excess = (actual.double() - expected.double()).abs() - bound
     worst = excess.argmax()
     assert not excess.isnan().any(), f"{what}: NaN"
@@ -62,8 +65,8 @@ def assert_within(actual, expected, bound, what="result"):
     )
 
 
-def product(m=64, k=4096, n=6144, backend=families.CUDA, leaves=1):
-    """As it is described, of no tensors that are anywhere."""
+def gemm(m=64, k=4096, n=6144, backend=families.CUDA, leaves=1):
+    """Return the description of a GEMM of bf16 meta tensors."""
     from alignkit.ops.linear.problem import Product
 
     a, b = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
@@ -72,12 +75,12 @@ def product(m=64, k=4096, n=6144, backend=families.CUDA, leaves=1):
 
 
 def by_hopper(a, b, leaves, bias, out) -> bool:
-    """Whether hopper.py computes the product, however many rows, which it then has."""
+    """Compute the GEMM by hopper.py, for any number of rows; return False if hopper.py rejects it."""
     from alignkit.ops.linear import hopper
     from alignkit.ops.linear.problem import Product
 
     p = Product.of("triton", a, b, leaves, bias, out, False)
-    refused = hopper.refuses(p._replace(a=((hopper.FEW + 1, p.k), *p.a[1:])))
-    if refused is None:
+    reason = hopper.rejects(p._replace(a=((hopper.SMALL_M + 1, p.k), *p.a[1:])))
+    if reason is None:
         hopper.prepare(p)(a, b, bias, out)
-    return refused is None
+    return reason is None

@@ -1,7 +1,8 @@
-"""Values and gradients against float64, within bounds that follow from the type.
+"""Values and gradients against float64, within error bounds that follow from the dtype.
 
-A chain of k fp32 operations is off by at most gamma(k) times the sum of absolute terms; a rounding to the model type
-adds its unit roundoff. exp is good to `EXP`; a tile's fixed point adds 128 * 2^-24 relative to its maximum.
+The error of a chain of k fp32 operations is at most gamma(k) times the sum of absolute terms. Rounding to the model
+dtype adds its unit roundoff. exp has a relative error of `EXP`. Fixed-point sums of a tile add 128 * 2^-24 relative to
+its maximum.
 """
 
 import hypothesis.strategies as st
@@ -33,7 +34,7 @@ def doubles(function, g, *tensors):
 
 
 @given(m=st.integers(1, 50), n=st.integers(1, 60), k=st.integers(1, 500), dtype=linear_dtypes, seed=seeds)
-def test_linear(m, n, k, dtype, seed):
+def test_linear_error_is_within_bounds(m, n, k, dtype, seed):
     x, w, b = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype), randn(n, dtype=dtype)
     for op in (ops.linear, ops.row_parallel_linear):
         out, g, got = grads(op, x, w, b)
@@ -46,7 +47,7 @@ def test_linear(m, n, k, dtype, seed):
 
 
 @given(m=st.integers(1, 30), h=st.integers(1, 600), dtype=dtypes, zero_centered=st.booleans(), seed=seeds)
-def test_rms_norm(m, h, dtype, zero_centered, seed):
+def test_rms_norm_error_is_within_bounds(m, h, dtype, zero_centered, seed):
     x, w, eps = randn(m, h, dtype=dtype, seed=seed), randn(h, dtype=dtype), 1e-6
     out, g, (dx, dw) = grads(lambda x, w: ops.rms_norm(x, w, eps, zero_centered=zero_centered), x, w)
 
@@ -64,7 +65,7 @@ def test_rms_norm(m, h, dtype, zero_centered, seed):
 
 
 @given(m=st.integers(1, 30), f=st.integers(1, 60), dtype=dtypes, seed=seeds)
-def test_silu_mul(m, f, dtype, seed):
+def test_silu_mul_error_is_within_bounds(m, f, dtype, seed):
     gate, up = randn(m, f, dtype=dtype, scale=6, seed=seed), randn(m, f, dtype=dtype)
     out, g, got = grads(ops.silu_mul, gate, up)
     want, expected = doubles(lambda a, b: torch.nn.functional.silu(a) * b, g, gate, up)
@@ -76,7 +77,7 @@ def test_silu_mul(m, f, dtype, seed):
 
 
 @given(t=st.integers(1, 20), half=st.integers(1, 32), dtype=dtypes, seed=seeds)
-def test_rope(t, half, dtype, seed):
+def test_rope_error_is_within_bounds(t, half, dtype, seed):
     x, positions = randn(t, 2, 2 * half, dtype=dtype, seed=seed), torch.randint(0, 4000, (t,))
     out, g, (dx,) = grads(lambda x: ops.rope(x, positions, ops.rope_table(2 * half, 4000, 1e4, x.device)), x)
 
@@ -96,7 +97,7 @@ def test_rope(t, half, dtype, seed):
 
 
 def _softmax(q, k, v, lens, scale):
-    """Causal attention in the inputs' type, and the probabilities of each sequence."""
+    """Return causal attention of packed sequences, computed in the inputs' dtype."""
     outs, start = [], 0
     for n in lens:
         s = slice(start, start + n)
@@ -111,24 +112,24 @@ def _softmax(q, k, v, lens, scale):
 @given(
     lens=st.lists(st.integers(1, 80), min_size=1, max_size=3), dim=st.sampled_from([16, 64]), dtype=dtypes, seed=seeds
 )
-def test_attention(lens, dim, dtype, seed):
+def test_attention_error_is_within_bounds(lens, dim, dtype, seed):
     cu, total = torch.tensor([0, *lens]).cumsum(0), sum(lens)
     q, k, v = (randn(total, h, dim, dtype=dtype, seed=seed + h) for h in (4, 2, 2))
     out, g, got = grads(lambda q, k, v: ops.attention(q, k, v, cu), q, k, v)
     scale = dim**-0.5
     want, expected = doubles(lambda q, k, v: _softmax(q, k, v, lens, scale), g, q, k, v)
     u, n = UNIT[dtype] * 1.001, max(lens)
-    # A score is off by ds, so a probability by a factor 1 + 2 ds; P's rounding adds u, in its sum too, and out is a mean of v.
+    # A score error ds changes a probability by 1 + 2 ds. Rounding P adds u, in its sum too; out is a mean of v.
     norm = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * scale
     ds = gamma(dim + 1) * norm + 2 * U32 * (2 * norm + (families.CPU if CPU else families.SM90).reserve)
     p_error = 2 * ds + 2 * EXP + gamma(n + 4 * (n // 32 + 1)) + (2 * u if dtype != torch.float32 else 0)
     v_max, g_norm = v.double().abs().max(), g.double().norm(dim=-1).max()
     assert_within(out, want, p_error * v_max + u * want.abs())
-    # Gradients: dP and delta are chains over D of g with v and with the rounded out; sums over at most n rows and
-    # 2 heads, each term at most its factors' largest values.
+    # Gradients: dP and delta are chains over D of g with v and with the rounded out. The sums have at most n rows and
+    # 2 heads; each term is at most the product of its factors' largest values.
     dp = g_norm * v.double().norm(dim=-1).max()
     d_score = scale * (dp * 2 * p_error + dp * gamma(dim) * 2 + g_norm * dim**0.5 * (u * v_max + p_error * v_max))
-    if not CPU:  # dS and P are rounded to the model type for the tensor core
+    if not CPU:  # dS and P are rounded to the model dtype for the tensor core
         d_score += scale * 2 * dp * u
     longest = 2 * n
     for name, a, e, other in (("dq", got[0], expected[0], k), ("dk", got[1], expected[1], q)):
@@ -149,7 +150,7 @@ def test_attention(lens, dim, dtype, seed):
     scale=st.sampled_from([1.0, 0.25]),
     seed=seeds,
 )
-def test_linear_logp(n, d, v, dtype, temperature, cap, scale, seed):
+def test_linear_logp_error_is_within_bounds(n, d, v, dtype, temperature, cap, scale, seed):
     h, w, b = randn(n, d, dtype=dtype, seed=seed), randn(v, d, dtype=dtype, scale=0.3), randn(v, dtype=dtype)
     target = torch.randint(0, v, (n,))
 
@@ -174,14 +175,14 @@ def test_linear_logp(n, d, v, dtype, temperature, cap, scale, seed):
     top = lp.abs().amax(1)
     error = 2 * dz + TILE + EXP + 4 * U32 * top
     assert_within(out[0], want[0], error + U32 * want[0].abs(), "logp")
-    # Entropy is a mean of -log p: its terms are off by `error`, their weights by a factor 1 + error.
+    # Entropy is a mean of -log p: its terms have error `error`, its weights a relative error `error`.
     assert_within(out[1], want[1], error * (2 + 2 * top) + U32 * want[1].abs(), "entropy")
-    # A probability is off by a factor 1 + error, so dlogits by error (|g_logp| p + |g_entropy| p (|log p| + H)).
+    # A probability has relative error `error`, so dlogits has error (|g_logp| p + |g_entropy| p (|log p| + H)).
     p = lp.exp()
     spread = g[0].double().abs()[:, None] * (p + torch.nn.functional.one_hot(target, v)) + g[1].double().abs()[
         :, None
     ] * p * (2 * lp.abs() + 2 * want[1][:, None] + 2)
-    rounding = 0.0 if CPU else UNIT[dtype]  # of dlogits to the model type, for the tensor core
+    rounding = 0.0 if CPU else UNIT[dtype]  # dlogits rounded to the model dtype for the tensor core
     per_row = (2 * error + EXP + gamma(12) + rounding)[:, None] * spread * scale / temperature
     whole = spread * scale / temperature
     u = UNIT[dtype] * 1.001
@@ -190,7 +191,7 @@ def test_linear_logp(n, d, v, dtype, temperature, cap, scale, seed):
         ("dweight", got[1], expected[1], (per_row.t() @ ha, whole.t() @ ha), n),
         ("dbias", got[2], expected[2], (per_row.sum(0), whole.sum(0)), n),
     ):
-        slope = 4 * error.max() if cap else 0.0  # of the soft cap, which is at most 1
+        slope = 4 * error.max() if cap else 0.0  # error of the soft cap's slope, which is at most 1
         assert_within(a, e, size[0] + (gamma(length) + slope) * size[1] + u * e.abs(), name)
 
 
@@ -200,8 +201,8 @@ def formula_logits(h, w, b, cap, factor):
 
 
 @given(v=st.sampled_from([2000, 40000]), scale=st.sampled_from([0.05, 0.3]), dtype=dtypes, seed=seeds)
-def test_logp_is_as_good_as_torch(v, scale, dtype, seed):
-    """From the same fp32 logits, the mean error against float64 is no worse than that of torch's log_softmax."""
+def test_logp_is_as_accurate_as_torch(v, scale, dtype, seed):
+    """The mean error from the same fp32 logits does not exceed that of torch's log_softmax."""
     h, w = randn(64, 256, seed=seed, dtype=dtype), randn(v, 256, dtype=dtype, scale=scale)
     target = torch.randint(0, v, (64,))
     logits = ops.head_logits(h, w)

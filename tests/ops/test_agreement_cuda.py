@@ -1,4 +1,4 @@
-"""`test_agreement.py` over NCCL: what one rank has of its own is refused on both, before a collective could wait or mix it."""
+"""`test_agreement.py` over NCCL: mismatched calls raise on both ranks before a collective can hang or mix data."""
 
 import functools
 import signal
@@ -17,7 +17,7 @@ from . import agreement as calls
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 SECONDS = 10
-"""How long a wrong call may take."""
+"""Timeout of a mismatched call."""
 
 
 @pytest.fixture(scope="module")
@@ -42,43 +42,47 @@ def both_raise(ranks, message, function, *args, kind=InputError):
 
 @pytest.mark.parametrize("row_parallel", [False, True])
 @pytest.mark.parametrize("odd", [0, 1])
-def test_what_only_one_rank_has_met(two, odd, row_parallel):
-    both_raise(two, "x: differs", calls.forgetful, odd, row_parallel, "cuda")
+def test_new_size_on_one_rank_raises_on_both(two, odd, row_parallel):
+    both_raise(two, "x: differs", calls.new_size_on_one_rank, odd, row_parallel, "cuda")
 
 
-def test_any_exception_is_the_verdict_of_all(two):
-    outcomes = two.outcomes(2, functools.partial(_call, calls.fails_alone, 1, "cuda"), timeout=SECONDS)
+def test_exception_in_a_check_raises_on_both(two):
+    outcomes = two.outcomes(2, functools.partial(_call, calls.check_fails_on_one_rank, 1, "cuda"), timeout=SECONDS)
     assert [outcome.kind for outcome in outcomes] == [AlignkitError, KeyError]
     two.run(2, functools.partial(_call, calls.linear, 4, device="cuda"))
 
 
-def test_strict_on_one_rank(two):
-    both_raise(two, "ALIGNKIT_STRICT: differs", calls.strict_alone, 1, "cuda")
+def test_strict_on_one_rank_raises_on_both(two):
+    both_raise(two, "ALIGNKIT_STRICT: differs", calls.strict_on_one_rank, 1, "cuda")
 
 
-def test_gradients_on_one_rank(two):
-    both_raise(two, "requires_grad: differs", calls.trains_alone, 0, "cuda")
+def test_gradients_on_one_rank_raise_on_both(two):
+    both_raise(two, "requires_grad: differs", calls.gradients_on_one_rank, 0, "cuda")
 
 
 @pytest.mark.parametrize("message", calls.HEAD_SETTINGS)
-def test_settings_of_one_rank(two, message):
-    both_raise(two, message, calls.head_alone, 1, calls.HEAD_SETTINGS[message], "cuda")
+def test_other_settings_on_one_rank_raise_on_both(two, message):
+    both_raise(two, message, calls.head_changed_on_one_rank, 1, calls.HEAD_SETTINGS[message], "cuda")
 
 
 def test_equal_calls_give_equal_bytes(two):
-    a, b = two.run(2, functools.partial(_call, calls.head_alone, None, {}, "cuda"))
+    a, b = two.run(2, functools.partial(_call, calls.head_changed_on_one_rank, None, {}, "cuda"))
     assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("message", calls.HEADS)
-def test_values_of_one_rank(message):
-    """Nobody waits for the devices: each stops, and its process learns it at the next wait, unless NCCL's watchdog, which
-    looks too, was first: it ends the process. Where other processes stop on the same GPU, CUDA may call an assertion a launch
-    failure."""
+def test_other_values_on_one_rank_stop_both_devices(message):
+    """The host does not wait: a device assertion surfaces at the next synchronization.
+
+    NCCL's watchdog may see it first and end the process. CUDA may report the assertion as a launch failure if other
+    processes stop on the same GPU.
+    """
     with GPUs(2) as ranks:
         ranks.run(2, functools.partial(_call, calls.head, device="cuda"))
         for outcome in ranks.outcomes(
-            2, functools.partial(_call, calls.head_alone, 1, calls.HEADS[message], "cuda"), timeout=SECONDS
+            2,
+            functools.partial(_call, calls.head_changed_on_one_rank, 1, calls.HEADS[message], "cuda"),
+            timeout=SECONDS,
         ):
             assert isinstance(outcome, Failed), outcome
             ended_by_nccl = outcome.kind is ChildProcessError and outcome.message == f"exit code {-signal.SIGABRT}"

@@ -1,5 +1,7 @@
-"""What is no argument of an op is one clear error, which begins with the name that the caller used; whatever torch's
-defaults and modes are."""
+"""An invalid argument raises one clear error that begins with the caller's argument name.
+
+Torch's defaults and modes do not matter. EVERYTHING imports `BASE` and `call` by name in a subprocess.
+"""
 
 import fractions
 import subprocess
@@ -128,7 +130,7 @@ def call(name, **change):
     return function(**(arguments | change))
 
 
-def refused(name, argument, value, kind=InputError):
+def assert_rejected(name, argument, value, kind=InputError):
     with pytest.raises(kind) as e:
         call(name, **{argument: value})
     assert str(e.value).startswith(f"{argument}: "), str(e.value)
@@ -139,12 +141,12 @@ def pairs(table):
 
 
 @pytest.mark.parametrize("name", BASE)
-def test_the_base_is_fine(name):
+def test_base_call_is_valid(name):
     call(name)
 
 
 @pytest.mark.parametrize("name,argument", pairs(NUMBERS))
-def test_numbers(name, argument):
+def test_number_rejects_other_kinds_and_ranges(name, argument):
     wrong = [
         "x",
         [1.0],
@@ -166,7 +168,7 @@ def test_numbers(name, argument):
     if argument not in ("logit_scale", "scale") or "attention" in name:
         wrong += [0, 0.0, -1.0, 1e-60]
     for value in wrong:
-        refused(name, argument, value)
+        assert_rejected(name, argument, value)
     want = call(name, **{argument: 2.0})
     for value in (2, np.float32(2), np.float64(2), np.int64(2), fractions.Fraction(2)):
         got = call(name, **{argument: value})
@@ -175,11 +177,11 @@ def test_numbers(name, argument):
 
 
 @pytest.mark.parametrize("name,argument", pairs(INTEGERS))
-def test_integers(name, argument):
+def test_integer_rejects_other_kinds_and_ranges(name, argument):
     wrong = ["x", 6.5, 6.0, True, float("nan"), 2**70, torch.tensor(6), np.float64(6), [6]]
     wrong += [None] * (argument not in OPTIONAL) + [-3] * (argument != "ignore_index")
     for value in wrong:
-        refused(name, argument, value)
+        assert_rejected(name, argument, value)
     right = {"vocab_start": 0, "num_chunks": 2, "chunk_size": 64, "vocab_size": 7}
     right |= {"top_k": 2, "groups": 2, "top_groups": 1, "num_experts": 3, "first_expert": 0}
     right = right.get(argument, 8)
@@ -189,20 +191,20 @@ def test_integers(name, argument):
 
 
 @pytest.mark.parametrize("name,argument", pairs(FLAGS))
-def test_flags(name, argument):
+def test_flag_rejects_other_kinds(name, argument):
     for value in ("x", None, 2, 1.0, torch.tensor(True), []):
-        refused(name, argument, value)
+        assert_rejected(name, argument, value)
     call(name, **{argument: np.bool_(False)})
 
 
 @pytest.mark.parametrize("argument,name", [(argument, name) for argument, names in NAMED.items() for name in names])
-def test_the_rest(argument, name):
+def test_other_argument_rejects_other_kinds(argument, name):
     for value in (3, "x", 1.0, [], np.ones(2)):
-        refused(name, argument, value)
+        assert_rejected(name, argument, value)
 
 
-def strange(t):
-    """Tensors that kernels cannot read, made of t."""
+def unreadable(t):
+    """Yield tensors and other objects, made from t, that kernels cannot read."""
     yield "meta", t.to("meta")
     yield "sparse", t.to_sparse()
     if t.ndim > 1:
@@ -225,30 +227,28 @@ def strange(t):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", BASE)
-def test_tensors(name):
+def test_tensor_argument_rejects_unreadable_tensors(name):
     for argument, t in BASE[name][1].items():
         if isinstance(t, torch.Tensor):
-            for what, value in strange(t):
+            for kind, value in unreadable(t):
                 if value is None:
                     continue
                 with pytest.raises((InputError, BackendError)) as e:
                     call(name, **{argument: value})
-                said = str(e.value)
-                # Of a device or type that differs, the other tensor may be the one that is named.
-                assert said.startswith(f"{argument}: ") or (what in ("meta", "float64") and f"{argument}'s" in said), (
-                    argument,
-                    what,
-                    said,
-                )
+                message = str(e.value)
+                # An error about two devices or dtypes may name the other tensor.
+                assert message.startswith(f"{argument}: ") or (
+                    kind in ("meta", "float64") and f"{argument}'s" in message
+                ), (argument, kind, message)
 
 
-def test_the_callers_names():
+def test_errors_use_the_callers_names():
     for change, message in (
         ({"k_cache": CACHE.bfloat16()}, "k_cache: dtype"),
         ({"v_cache": CACHE.bfloat16()}, "v_cache: dtype"),
-        ({"k_cache": CACHE[..., :4], "v_cache": CACHE[..., :4]}, "k_cache: head_dim 4"),
-        ({"q": Q[:, :3]}, "k_cache: 2 heads do not divide q's 3"),
-        ({"q": Q[:, :0]}, "q: no heads"),
+        ({"k_cache": CACHE[..., :4], "v_cache": CACHE[..., :4]}, "k_cache: head_dim must equal q's 8, got 4"),
+        ({"q": Q[:, :3]}, "k_cache: number of heads must divide q's 3, got 2"),
+        ({"q": Q[:, :0]}, "q: must have a head and a positive head_dim"),
         ({"k_cache": CACHE.transpose(2, 3).contiguous().transpose(2, 3)}, "k_cache: strides"),
     ):
         with pytest.raises(InputError, match="^" + message):
@@ -260,19 +260,19 @@ def test_the_callers_names():
         library.qk_norm_rope(Q, KV[0], B, B, 1e-6, positions, TABLE)
     with pytest.raises(InputError, match="^k_weight: expected a tensor, got None"):
         torch.ops.alignkit.qk_norm_rope(Q, KV, B, None, 1e-6, positions, TABLE)
-    if CPU:  # how many there must be follows from values
-        with pytest.raises(InputError, match="^chunk_indices: 5"):
+    if CPU:  # the expected number depends on values
+        with pytest.raises(InputError, match="^chunk_indices: must equal cu_seqlens' 2 chunks, got 5"):
             call("fla", chunk_indices=torch.zeros(5, 2))
-    with pytest.raises(InputError, match="^x: head_dim 7 is not"):
+    with pytest.raises(InputError, match="^x: head_dim must be even and positive, got 7"):
         call("rope", x=Q[..., :7], table=TABLE[:, :7])
     for argument in ("table", "positions"):
         with pytest.raises(InputError, match=f"^{argument}: device"):
             call("rope", **{argument: BASE["rope"][1][argument].to("meta")})
     for device in ("nowhere", "cuda:99", None, 1.5):
-        refused("rope_table", "device", device)
+        assert_rejected("rope_table", "device", device)
 
 
-def test_memory_that_overlaps():
+def test_output_that_shares_memory_is_rejected():
     both = torch.zeros(3, 8, 16)
     weight, main_grad, hidden = both[0].requires_grad_(), both[0].detach(), both[1, :6].detach()
     for change, other in (
@@ -280,23 +280,23 @@ def test_memory_that_overlaps():
         ({"hidden": hidden, "main_grad": both[1].detach()}, "hidden"),
         ({"bias": both[2, 3, :8].detach(), "main_grad": both[2].detach()}, "bias"),
     ):
-        with pytest.raises(InputError, match=f"^main_grad: shares memory with {other}$"):
+        with pytest.raises(InputError, match=f"^main_grad: must not share memory with {other}$"):
             call("linear_logp", **change)
     weight = W.clone().requires_grad_()
     weight.grad = torch.zeros(8, 16)
-    with pytest.raises(InputError, match=r"^main_grad: shares memory with weight\.grad$"):
+    with pytest.raises(InputError, match=r"^main_grad: must not share memory with weight\.grad$"):
         call("linear_logp", weight=weight, main_grad=weight.grad)
     grads = torch.zeros(8 * 16 + 6)
     logp = call("linear_logp", weight=weight, main_grad=grads[:128].view(8, 16))
-    with pytest.raises(InputError, match="^main_grad: shares memory with the gradient of logp"):
+    with pytest.raises(InputError, match="^main_grad: must not share memory with the gradient of logp"):
         logp.backward(grads[100:106])
     call("linear_logp", weight=weight, main_grad=grads[:128].view(8, 16)).backward(grads[128:])
     q = Q.clone()
-    with pytest.raises(InputError, match="^out: shares memory with q"):
+    with pytest.raises(InputError, match="^out: must not share memory with q"):
         call("paged_attention", q=q, out=q)
 
 
-def test_empty_batches_of_the_other_ops():
+def test_empty_batches_are_valid():
     assert call("row_parallel_linear", x=X[:0]).shape == (0, 8)
     assert call("silu_mul", gate=X[:, :0], up=X[:, :0]).shape == (6, 0)
     assert [t.shape[0] for t in call("rms_norm", x=X[:0], residual=X[:0])] == [0, 0]
@@ -309,7 +309,7 @@ def test_empty_batches_of_the_other_ops():
     assert all(bool((t.grad == 0).all()) for t in leaves)
     x, up = (X[:, :0].clone().requires_grad_() for _ in range(2))
     ops.silu_mul(x, up).sum().backward()
-    with pytest.raises(InputError, match="^cu_seqlens: all sequences are empty|^q: empty"):
+    with pytest.raises(InputError, match="^cu_seqlens: at least one sequence must have rows|^q: must not be empty"):
         call(
             "chunk_gated_delta_rule_bwd_dhu",
             cu_seqlens=torch.tensor([0, 0]),
@@ -318,14 +318,14 @@ def test_empty_batches_of_the_other_ops():
         )
 
 
-def test_a_table_is_the_callers_own():
+def test_writing_to_a_rope_table_does_not_change_the_cache():
     want = ops.rope_table(8, 32, 3e4, X.device).clone()
     ops.rope_table(8, 32, 3e4, X.device).zero_()
     ops.rope_table(8, 32, 3e4, X.device).data.fill_(7)
     assert_bitwise_equal(ops.rope_table(8, 32, 3e4, X.device), want)
 
 
-def test_a_table_from_inference_may_train():
+def test_rope_table_from_inference_mode_can_train():
     with torch.inference_mode():
         table = ops.rope_table(8, 17, 2e4, X.device)
         ops.rope(Q, POS, table)
@@ -351,13 +351,13 @@ def everything():
 """
 
 
-@pytest.mark.parametrize("how", ["torch.device('meta')", "FakeTensorMode()"])
+@pytest.mark.parametrize("context", ["torch.device('meta')", "FakeTensorMode()"])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_a_default_device_without_memory(backend, how):
-    """In a process of its own: this has been a segmentation fault."""
+def test_default_device_without_memory(backend, context):
+    """A separate process contains a segmentation fault."""
     if backend == "reference" and X.is_cuda:
-        pytest.skip("the reference is of the CPU")
-    if how == "FakeTensorMode()":
+        pytest.skip("the reference backend runs on the CPU")
+    if context == "FakeTensorMode()":
         code = (
             EVERYTHING
             + f"""
@@ -366,7 +366,7 @@ from alignkit.errors import UnsupportedError
 with dispatch.use({backend!r}):
     for name in BASE:
         try:
-            with {how}:
+            with {context}:
                 call(name)
         except UnsupportedError as e:
             assert "FakeTensorMode" in str(e), e
@@ -378,7 +378,7 @@ with dispatch.use({backend!r}):
         code = (
             EVERYTHING
             + f"""
-with dispatch.use({backend!r}), {how}:
+with dispatch.use({backend!r}), {context}:
     everything()
 """
         )
@@ -386,8 +386,7 @@ with dispatch.use({backend!r}), {how}:
     assert done.returncode == 0, (done.returncode, done.stderr)
 
 
-def test_registered_fakes():
-    """Under a compiler the library's ops have shapes and no values."""
+def test_custom_ops_have_fake_kernels():
     with FakeTensorMode() as mode:
         x, w, q, k, table = (mode.from_tensor(t) for t in (X, W, Q, KV, TABLE))
         assert library.linear(x, w, None).shape == (6, 8)
@@ -399,13 +398,13 @@ def test_registered_fakes():
         library.silu_mul(X, X.bfloat16())
 
 
-def test_default_errors_are_of_alignkit():
-    with pytest.raises(UnsupportedError, match="^linear: not under FakeTensorMode"), FakeTensorMode():
+def test_fake_mode_raises_an_alignkit_error():
+    with pytest.raises(UnsupportedError, match="^linear: unsupported under FakeTensorMode"), FakeTensorMode():
         ops.linear(X, W)
 
 
 @pytest.mark.parametrize("choice", ["triton", "cuda"])
-def test_a_table_is_made_on_the_cpu_whatever_gpus_run_on(choice):
+def test_rope_table_is_computed_on_the_cpu_for_every_gpu_backend(choice):
     want = ops.rope_table(64, 37, 7.0)
     with dispatch.use(choice):
         got = ops.rope_table(64, 38, 7.0)

@@ -1,4 +1,4 @@
-"""Attention's backward in CUDA gives Triton's bits, whatever the batch, the strides and the neighbours."""
+"""The CUDA backward of attention gives Triton's bits for every batch, stride and neighboring sequence."""
 
 import random
 
@@ -22,64 +22,64 @@ def same(got, want, what):
         assert_bitwise_equal(a, b, f"{name}, {what}")
 
 
-def both(kernels, q, k, v, g, cu, scale):
-    """The arguments of `backward`, and what Triton makes of them."""
+def with_triton(kernels, q, k, v, g, cu, scale):
+    """Return the arguments of `backward`, and Triton's gradients."""
     _, triton = kernels
     arguments = q, k, v, cu, *triton.forward(q, k, v, cu, scale), g, scale
     return arguments, triton.backward(*arguments)
 
 
 @pytest.mark.parametrize("dim,heads,kv", HEADS)
-def test_packed(kernels, dim, heads, kv):
+def test_packed_batches_have_tritons_bits(kernels, dim, heads, kv):
     cuda, _ = kernels
     for seed in times(4):
-        draw = random.Random(f"{dim} {heads} {kv} {seed}")
-        lens = [draw.choice(BORDERS) for _ in range(draw.randint(1, 9))] + [0] * draw.randint(0, 2)
-        draw.shuffle(lens)
+        rng = random.Random(f"{dim} {heads} {kv} {seed}")
+        lens = [rng.choice(BORDERS) for _ in range(rng.randint(1, 9))] + [0] * rng.randint(0, 2)
+        rng.shuffle(lens)
         q, k, v, g, cu = packed(lens, heads, kv, dim, seed=seed)
         for scale in (dim**-0.5, 1.0, 1e-3):
-            arguments, want = both(kernels, q, k, v, g, cu, scale)
+            arguments, want = with_triton(kernels, q, k, v, g, cu, scale)
             same(cuda.backward(*arguments), want, f"{lens}, scale {scale}")
-        arguments, want = both(kernels, q, k, v, g, cu, 0.1)
+        arguments, want = with_triton(kernels, q, k, v, g, cu, 0.1)
         same(cuda.backward(*arguments[:3], cu.long(), *arguments[4:]), want, f"{lens}, int64 starts")
         parts = torch.cat([q, k, v], 1).split([heads, kv, kv], 1)
         same(cuda.backward(*parts, *arguments[3:]), want, f"{lens}, of a joint tensor")
-        off = torch.cat([g.flatten()[:4], g.flatten()])[4:].view_as(g)  # does not begin at 16 bytes
+        off = torch.cat([g.flatten()[:4], g.flatten()])[4:].view_as(g)  # not aligned to 16 bytes
         same(cuda.backward(*arguments[:6], off, 0.1), want, f"{lens}, a gradient within another tensor")
 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_many_sequences(kernels, dim):
-    """More than a warp has lanes, and more tiles than blocks of threads."""
+    """Use more sequences than a warp has lanes, and more tiles than CTAs."""
     cuda, _ = kernels
-    draw = random.Random(dim)
-    lens = [draw.choice([0, 1, 5, 64, 100, 129, 200, 600]) for _ in range(203)] + [5000]
-    draw.shuffle(lens)
-    arguments, want = both(kernels, *packed(lens, 8, 2, dim), 0.1)
+    rng = random.Random(dim)
+    lens = [rng.choice([0, 1, 5, 64, 100, 129, 200, 600]) for _ in range(203)] + [5000]
+    rng.shuffle(lens)
+    arguments, want = with_triton(kernels, *packed(lens, 8, 2, dim), 0.1)
     same(cuda.backward(*arguments), want, "203 sequences and a long one")
 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_long_contexts(kernels, dim):
     cuda, _ = kernels
-    arguments, want = both(kernels, *packed([33000, 7000], 8, 2, dim), dim**-0.5)
-    for _ in range(5):  # a race shows as a difference of two runs
+    arguments, want = with_triton(kernels, *packed([33000, 7000], 8, 2, dim), dim**-0.5)
+    for _ in range(5):  # a race would make two runs differ
         same(cuda.backward(*arguments), want, "long contexts")
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite(kernels, dim, value):
-    """It reaches no other sequence, nor another group of heads."""
+def test_non_finite_value_stays_in_its_sequence_and_gqa_group(kernels, dim, value):
+    """A NaN or infinity does not reach another sequence or GQA group."""
     cuda, _ = kernels
-    lens, at = [300, 700, 90], 300 + 333
+    lens, row = [300, 700, 90], 300 + 333
     q, k, v, g, cu = packed(lens, 8, 2, dim)
-    clean = both(kernels, q, k, v, g, cu, dim**-0.5)[1]
+    clean = with_triton(kernels, q, k, v, g, cu, dim**-0.5)[1]
     for t in (q, k, v, g):
-        group = slice(t.shape[1] // 2, None)  # of the second head of keys
-        kept = t[at, group].clone()
-        t[at, group] = value
-        arguments, _ = both(kernels, q, k, v, g, cu, dim**-0.5)
+        group = slice(t.shape[1] // 2, None)  # heads of the second KV head
+        saved = t[row, group].clone()
+        t[row, group] = value
+        arguments, _ = with_triton(kernels, q, k, v, g, cu, dim**-0.5)
         got = cuda.backward(*arguments)
         for name, a, b in zip(("dq", "dk", "dv"), got, clean, strict=True):
             for rows in (slice(0, 300), slice(1000, None)):
@@ -87,10 +87,10 @@ def test_what_is_not_finite(kernels, dim, value):
             half = a.shape[1] // 2
             assert_bitwise_equal(a[:, :half], b[:, :half], f"{name}, other heads")
         assert any(a.isnan().any() for a in got)
-        t[at, group] = kept
+        t[row, group] = saved
 
 
-def test_wrong_starts(kernels):
+def test_wrong_starts_give_nan(kernels):
     cuda, triton = kernels
     q, k, v, g, cu = packed([20, 30], 8, 2, 64)
     out, shift = triton.forward(q, k, v, cu, 0.1)
@@ -99,12 +99,12 @@ def test_wrong_starts(kernels):
         _, shift = triton.forward(q, k, v, starts, 0.1)
         got = cuda.backward(q, k, v, starts, out, shift, g, 0.1)
         if wrong[0] == 0 and wrong[-1] == 50:
-            continue  # rows hold anything; nothing is written elsewhere, which the sanitizer sees
+            continue  # unspecified rows; compute-sanitizer checks for stray writes
         assert all(t.isnan().all() for t in got)
 
 
-def test_chosen(kernels):
-    """The op's gradients come here, for what the kernels are for, and go to Triton with the rest."""
+def test_autograd_uses_the_cuda_kernels_where_they_apply(kernels):
+    """The op's gradients use Triton for all other problems."""
     calls = []
 
     def counted(module):
@@ -147,19 +147,19 @@ def test_graph_replays_with_other_lengths(kernels, dim):
     for middle in (700, 0, 64, 513, 1200):
         starts[1] = middle
         graph.replay()
-        same(got, both(kernels, q, k, v, g, starts, 0.1)[1], f"cut at {middle}")
+        same(got, with_triton(kernels, q, k, v, g, starts, 0.1)[1], f"cut at {middle}")
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_right_after_its_inputs(kernels, dim):
-    """Its kernels wait for those before them, though they may begin earlier, and those after for both of them."""
+def test_kernels_wait_for_their_inputs(kernels, dim):
+    """Programmatic dependent launch starts kernels early; each still waits for its predecessors."""
     cuda, _ = kernels
     q, k, v, g, cu = packed([4000], 8, 2, dim)
-    arguments, want = both(kernels, q, k, v, g, cu, 0.1)
+    arguments, want = with_triton(kernels, q, k, v, g, cu, 0.1)
     for _ in times(20):
         moved = [torch.empty_like(t) for t in (q, k, v, g)]
-        for to, t in zip(moved, (q, k, v, g), strict=True):
-            to.copy_(randn(*t.shape, dtype=BF16))
-            to.copy_(t)
+        for target, t in zip(moved, (q, k, v, g), strict=True):
+            target.copy_(randn(*t.shape, dtype=BF16))
+            target.copy_(t)
         got = [t.clone() for t in cuda.backward(*moved[:3], *arguments[3:6], moved[3], 0.1)]
         same(got, want, "right after its inputs were written")

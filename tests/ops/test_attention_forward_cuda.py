@@ -1,4 +1,4 @@
-"""Attention's forward in CUDA gives Triton's bits, whatever the tile, the page, the batch and the neighbours."""
+"""The CUDA forward of attention gives Triton's bits for every tile, page, batch and neighboring sequence."""
 
 import random
 
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(CPU, reason="kernels for a GPU")
 
 BF16 = torch.bfloat16
 BORDERS = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 511, 512, 513, 575, 576, 577, 1023, 1024, 1025, 1100, 1536]
+"""Lengths around multiples of 64 and of a leaf."""
 DIMS = [64, 96, 128, 256]
 HEADS = [
     *((128, 8, 2), (128, 8, 8), (128, 7, 1), (128, 16, 1), (128, 6, 2)),
@@ -24,7 +25,7 @@ HEADS = [
     *((96, 8, 2), (96, 6, 6), (96, 7, 1)),
     *((256, 8, 2), (256, 4, 4), (256, 5, 1)),
 ]
-"""head_dim, heads of queries and of keys."""
+"""head_dim, query heads, KV heads."""
 PAGED = [
     (128, 8, 2, 16),
     (128, 7, 1, 48),
@@ -40,12 +41,12 @@ PAGED = [
     (256, 5, 1, 96),
     (256, 4, 4, 64),
 ]
-"""Likewise, and rows of a page."""
+"""head_dim, query heads, KV heads, rows of a page."""
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    if dispatch.name("cuda") != "cuda":
+    if dispatch.backend_of("cuda") != "cuda":
         pytest.skip("the CUDA kernels are not built")
     from alignkit.ops.attention import cuda, triton
 
@@ -57,8 +58,8 @@ def same(got, want, what):
         assert_bitwise_equal(a, b, f"{name}, {what}")
 
 
-def test_a_power_of_2_that_is_too_great_is_so_of_a_greater_number():
-    """The kernel asks all probabilities of a block, the contract that of the greatest score."""
+def test_rounded_exp2_reaches_2_at_a_single_threshold():
+    """The kernel may test all probabilities of a block, because the contract tests that of the largest score."""
     import triton
     import triton.language as tl
 
@@ -77,14 +78,14 @@ def test_a_power_of_2_that_is_too_great_is_so_of_a_greater_number():
 
 
 @pytest.mark.parametrize("dim,heads,kv", HEADS)
-def test_packed(kernels, dim, heads, kv):
+def test_packed_batches_have_tritons_bits(kernels, dim, heads, kv):
     cuda, triton = kernels
     for seed in times(3):
-        draw = random.Random(f"{dim} {heads} {kv} {seed}")
-        lens = [draw.choice(BORDERS) for _ in range(draw.randint(1, 9))] + [0] * draw.randint(0, 2)
-        draw.shuffle(lens)
+        rng = random.Random(f"{dim} {heads} {kv} {seed}")
+        lens = [rng.choice(BORDERS) for _ in range(rng.randint(1, 9))] + [0] * rng.randint(0, 2)
+        rng.shuffle(lens)
         q, k, v, _, cu = packed(lens, heads, kv, dim, seed=seed)
-        q *= (1.0, 5.0, 12.0)[seed]  # what scores are measured by changes in no block, in some, in most
+        q *= (1.0, 5.0, 12.0)[seed]  # the shift changes in no block, in some, in most
         want = triton.forward(q, k, v, cu, dim**-0.5)
         for together in {1, heads // kv}:
             same(cuda.forward(q, k, v, cu, dim**-0.5, together), want, f"{lens}, together {together}")
@@ -98,11 +99,11 @@ def test_packed(kernels, dim, heads, kv):
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_many_sequences(kernels, dim):
-    """More than a warp has lanes, and more tiles than blocks of threads."""
+    """Use more sequences than a warp has lanes, and more tiles than CTAs."""
     cuda, triton = kernels
-    draw = random.Random(dim)
-    lens = [draw.choice([0, 1, 5, 64, 100, 129, 200, 600]) for _ in range(203)] + [5000]
-    draw.shuffle(lens)
+    rng = random.Random(dim)
+    lens = [rng.choice([0, 1, 5, 64, 100, 129, 200, 600]) for _ in range(203)] + [5000]
+    rng.shuffle(lens)
     q, k, v, _, cu = packed(lens, 8, 2, dim)
     same(cuda.forward(q, k, v, cu, 0.1), triton.forward(q, k, v, cu, 0.1), "203 sequences and a long one")
 
@@ -112,24 +113,24 @@ def test_long_contexts(kernels, dim):
     cuda, triton = kernels
     q, k, v, _, cu = packed([33000, 7000], 8, 2, dim)
     want = triton.forward(q, k, v, cu, dim**-0.5)
-    for _ in range(5):  # a race shows as a difference of two runs
+    for _ in range(5):  # a race would make two runs differ
         same(cuda.forward(q, k, v, cu, dim**-0.5), want, "again")
 
 
 @pytest.mark.parametrize("dim,heads,kv,page", PAGED)
-def test_paged(kernels, dim, heads, kv, page):
-    """Prefill and chunks, decoding beside them, sequences without a query, and padding, which is zero."""
+def test_paged_batches_have_tritons_bits(kernels, dim, heads, kv, page):
+    """Mix prefill, chunks, decode, sequences without queries, and padding, whose output is zero."""
     cuda, triton = kernels
-    draw = random.Random(f"{dim} {heads} {page}")
-    lens = [draw.choice(BORDERS) for _ in range(6)] + [2500, 3]
+    rng = random.Random(f"{dim} {heads} {page}")
+    lens = [rng.choice(BORDERS) for _ in range(6)] + [2500, 3]
     q, k, v, _, cu = packed(lens, heads, kv, dim)
-    q *= 12.0  # what scores are measured by changes in some blocks
+    q *= 12.0  # the shift changes in some blocks
     want, _ = triton.forward(q, k, v, cu, dim**-0.5)
     k_cache, v_cache, table = caches(k, v, lens, page)
     flat = [c.flatten(0, 1) for c in (k_cache, v_cache)]
     assert flat[0].data_ptr() == k_cache.data_ptr(), "a view"
     for x in times(6):
-        take = [draw.choice([0, 1, min(n, 9), min(n, 70), min(n, 130), max(n - 64, 0), n]) for n in lens]
+        take = [rng.choice([0, 1, min(n, 9), min(n, 70), min(n, 130), max(n - 64, 0), n]) for n in lens]
         rows, starts = last(lens, take)
         queries = torch.cat([q[rows], torch.full((5, heads, dim), 3.0, dtype=BF16)])
         ints = torch.int64 if page == 16 and x == 5 else torch.int32
@@ -142,8 +143,8 @@ def test_paged(kernels, dim, heads, kv, page):
             assert not out[len(rows) :].any(), what
 
 
-def test_chosen(kernels):
-    """The public ops come here, for what the kernel is for, and go to Triton with the rest."""
+def test_op_uses_the_cuda_kernel_where_it_applies(kernels):
+    """The op uses Triton for all other problems."""
     calls = []
 
     def counted(module):
@@ -169,43 +170,43 @@ def test_chosen(kernels):
             ops.attention(q, k, v, cu)
             assert calls == [chosen], (dim, dtype)
         q, k, v, _, cu = packed([70, 3], 8, 2, 64)
-        wide = torch.cat([q, q[..., :4]], -1)[..., :64]  # rows that do not begin at 16 bytes
+        wide = torch.cat([q, q[..., :4]], -1)[..., :64]  # rows not aligned to 16 bytes
         calls.clear()
         assert_bitwise_equal(
-            ops.attention(wide, k, v, cu), ops.attention(q, k, v, cu), "strides of the copy engine, and others"
+            ops.attention(wide, k, v, cu), ops.attention(q, k, v, cu), "strides that TMA supports, and others"
         )
         assert calls == ["triton", "cuda"]
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite(kernels, dim, value):
-    """In q and k it reaches the rows that see it, as in Triton; in v at most a block of rows before those."""
+def test_non_finite_value_reaches_only_rows_that_see_it(kernels, dim, value):
+    """A non-finite value in v may also reach up to a block of earlier rows."""
     cuda, triton = kernels
-    lens, at = [300, 700, 90], 300 + 333
+    lens, row = [300, 700, 90], 300 + 333
     q, k, v, _, cu = packed(lens, 8, 2, dim)
     clean, _ = cuda.forward(q, k, v, cu, dim**-0.5)
     for name, t in (("q", q), ("k", k)):
-        kept = t[at, 1].clone()
-        t[at, 1] = value
+        saved = t[row, 1].clone()
+        t[row, 1] = value
         same(cuda.forward(q, k, v, cu, dim**-0.5), triton.forward(q, k, v, cu, dim**-0.5), name)
-        t[at, 1] = kept
-    v[at, 1, 3] = value
+        t[row, 1] = saved
+    v[row, 1, 3] = value
     out, _ = cuda.forward(q, k, v, cu, dim**-0.5)
-    assert out[at : 300 + 700, 4:, 3].isnan().all()
+    assert out[row : 300 + 700, 4:, 3].isnan().all()
     reached = torch.zeros_like(out, dtype=torch.bool)
-    reached[at - SM90.kv_block : 300 + 700, 4:, 3] = True
+    reached[row - SM90.kv_block : 300 + 700, 4:, 3] = True
     assert_bitwise_equal(out[~reached], clean[~reached], "all else")
 
 
-def test_wrong_starts(kernels):
+def test_wrong_starts_give_nan(kernels):
     cuda, triton = kernels
     q, k, v, _, _ = packed([20, 30], 8, 2, 64)
     for wrong in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0], [0, 30, 20, 50], [0, -5, 50]):
         starts = torch.tensor(wrong).int()
         got = cuda.forward(q, k, v, starts, 0.1)
         if wrong[0] == 0 and wrong[-1] == 50:
-            continue  # rows hold anything; nothing is written elsewhere, which the sanitizer sees
+            continue  # unspecified rows; compute-sanitizer checks for stray writes
         same(got, triton.forward(q, k, v, starts, 0.1), f"{wrong}")
         assert got[0].isnan().all()
 
@@ -223,14 +224,14 @@ def test_graph_replays_with_other_lengths(kernels, dim):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_on_another_stream(kernels, dim):
-    """It waits for the kernels before it, though it may begin earlier."""
+def test_kernel_waits_for_its_inputs(kernels, dim):
+    """Programmatic dependent launch starts the kernel early; it still waits for its predecessors."""
     cuda, triton = kernels
     q, k, v, _, cu = packed([4000], 8, 2, dim)
     want = triton.forward(q, k, v, cu, 0.1)
     for _ in times(20):
         moved = [torch.empty_like(t) for t in (q, k, v)]
-        for to, t in zip(moved, (q, k, v), strict=True):
-            to.copy_(randn(*t.shape, dtype=BF16))
-            to.copy_(t)
+        for target, t in zip(moved, (q, k, v), strict=True):
+            target.copy_(randn(*t.shape, dtype=BF16))
+            target.copy_(t)
         same(cuda.forward(*moved, cu, 0.1), want, "right after its inputs were written")

@@ -1,6 +1,9 @@
-"""The kernels of csrc/sm90/attention on a CPU: compiled against tests/ops/cuda_on_cpu, which has a stand-in for each
-instruction, and compared by bytes with the formula of the contract. What the real tensor core and ex2 round differently
-has no part in it; which rows, keys, leaves and columns go where has, and who waits for whom."""
+"""The kernels of csrc/sm90/attention on a CPU, compared bitwise with the contract's formula.
+
+The kernels are compiled against tests/ops/cuda_on_cpu, which emulates each instruction. The emulation covers indexing
+and synchronization. It does not cover the rounding of the tensor core and of ex2. `attend` and `expected_backward`
+restate docs/contract.md, "Attention" and "On Hopper GPUs", and change only with it.
+"""
 
 import ctypes
 import math
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from alignkit.ops.attention.cuda import JOINED, Arguments, _Ints, arguments, differentiator, gradients
+from alignkit.ops.attention.cuda import SPILL_BYTES, Arguments, _Ints, arguments, backward_function, gradients
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
@@ -27,31 +30,32 @@ RESERVE = F32(SM90.reserve)
 
 
 def compiled(name: str, folder: Path) -> ctypes.CDLL:
-    """csrc/sm90/attention/{name}.cu for the CPU."""
-    to = folder / "sm90/attention"
-    to.mkdir(parents=True)
+    """Compile csrc/sm90/attention/{name}.cu for the CPU, and load it."""
+    destination = folder / "sm90/attention"
+    destination.mkdir(parents=True)
     shutil.copy(SOURCE / "interface.h", folder)
     shutil.copytree(HERE / "cuda_on_cpu", folder / "sm90", dirs_exist_ok=True)
-    source, declared = to / f"{name}.cpp", "extern __shared__ __align__(1024) uint8_t raw[];"
-    files = {source: f"{name}.cu"} | {to / header: header for header in ("heads.cuh", "backward.cuh")}
+    source, declared = destination / f"{name}.cpp", "extern __shared__ __align__(1024) uint8_t raw[];"
+    files = {source: f"{name}.cu"} | {destination / header: header for header in ("heads.cuh", "backward.cuh")}
     texts = {copy: (SOURCE / "sm90/attention" / file).read_text() for copy, file in files.items()}
-    assert declared in texts[to / "backward.cuh" if name.startswith("backward") else source]
+    assert declared in texts[destination / "backward.cuh" if name.startswith("backward") else source]
     for copy, text in texts.items():
         copy.write_text(text.replace(declared, "uint8_t* raw = machine::shared;"))
     library = folder / f"{name}.so"
-    options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared -U_FORTIFY_SOURCE"  # that forbids jumps to other stacks
+    # Fortified longjmp rejects jumps to other stacks.
+    options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared -U_FORTIFY_SOURCE"
     subprocess.run(["c++", *options.split(), str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    """forward(arguments) returns the error; ``blocks``: of threads that there is memory for."""
+    """Return a function that runs the forward kernel, with workspace for `blocks` CTAs, and returns the error code."""
     function = compiled("forward", tmp_path_factory.mktemp("on_cpu")).alignkit_attention_forward
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
 
     def forward(a: Arguments, blocks: int = 2) -> int:
-        size = JOINED.get(a.dim, 0) * blocks
+        size = SPILL_BYTES.get(a.dim, 0) * blocks
         joined = torch.full((size // 4,), float("nan"))
         return function(ctypes.addressof(a), joined.data_ptr(), size, None)
 
@@ -60,12 +64,12 @@ def kernel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def backward(tmp_path_factory):
-    """backward(gradients) returns the error."""
+    """Return a function that runs the backward kernel on its arguments and returns the error code."""
     files = {"alignkit_attention_backward": "backward", "alignkit_attention_backward_256": "backward_256"}
     functions = {name: getattr(compiled(file, tmp_path_factory.mktemp("on_cpu")), name) for name, file in files.items()}
     for function in functions.values():
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return lambda a: functions[differentiator(a.dim)](ctypes.addressof(a), None)
+    return lambda a: functions[backward_function(a.dim)](ctypes.addressof(a), None)
 
 
 libm = ctypes.CDLL("libm.so.6")
@@ -75,7 +79,7 @@ for function in ("exp2f", "log2f"):
 
 
 def each(function):
-    """Of libm, over an array."""
+    """Return a libm function applied to each element of an array."""
     return lambda x: np.vectorize(getattr(libm, function), otypes=[F32])(x)
 
 
@@ -85,7 +89,7 @@ def ex2(x):
 
 
 def fma(a, b, c):
-    """Rounded once: where the product is exact in float64, as that of two fp32 is, the sum is rounded to odd first."""
+    """Return a * b + c rounded once to fp32: the product is exact in float64, and the sum is rounded to odd there."""
     a, b, c = np.broadcast_arrays(*(np.asarray(x, F64) for x in (a, b, c)))
     product = a * b
     total = product + c
@@ -99,7 +103,7 @@ def fma(a, b, c):
 
 
 def chain(a, b, acc):
-    """acc [m, n] continued by a [m, k] . b [n, k]^T: a step is 16 products, added in double, rounded once."""
+    """Return acc [m, n] + a [m, k] @ b [n, k]^T in steps of k = 16, each added in float64 and rounded once."""
     a, b = a.astype(F64), b.astype(F64)
     for begin in range(0, a.shape[1], 16):
         total = acc.astype(F64)
@@ -110,7 +114,7 @@ def chain(a, b, acc):
 
 
 def attend(q, k, v, context, factor):
-    """Queries q [n, D] at positions from `context` on, over k, v [context + n, D]: results fp32, and the statistics."""
+    """Return fp32 results and statistics of q [n, D], at positions from `context` on, over k, v [context + n, D]."""
     n, dim = q.shape
     pos, factor = context + np.arange(n), F32(factor)
     Z, L, A = np.zeros(n, F32), np.zeros(n, F32), np.zeros((n, dim), F32)
@@ -118,28 +122,28 @@ def attend(q, k, v, context, factor):
         shift, sums, acc = np.zeros(n, F32), np.zeros((n, 1), F32), np.zeros((n, dim), F32)
         for b in range(leaf, min(leaf + LEAF, len(k)), BLOCK):
             kb, vb = (np.zeros((BLOCK, dim), F32) for _ in range(2))
-            here = min(BLOCK, len(k) - b)
-            kb[:here], vb[:here] = k[b : b + here], v[b : b + here]
+            count = min(BLOCK, len(k) - b)
+            kb[:count], vb[:count] = k[b : b + count], v[b : b + count]
             score, seen = chain(q, kb, np.zeros((n, BLOCK), F32)), b <= pos
             if b == leaf:
                 shift = fma(-score[:, 0], factor, -RESERVE)
             score = np.where(b + np.arange(BLOCK)[None] <= pos[:, None], score, F32(-np.inf))
             top = np.fmax.reduce(score, axis=1)
             moves = seen & (rounded(ex2(fma(top, factor, shift))) >= 2)
-            to = np.where(moves, fma(-top, factor, -RESERVE), shift)
-            alpha = np.where(moves, ex2(to - shift), F32(1))[:, None]
-            p, shift = rounded(ex2(fma(score, factor, to[:, None]))), to
+            new_shift = np.where(moves, fma(-top, factor, -RESERVE), shift)
+            alpha = np.where(moves, ex2(new_shift - shift), F32(1))[:, None]
+            p, shift = rounded(ex2(fma(score, factor, new_shift[:, None]))), new_shift
             acc = np.where(seen[:, None], chain(p, vb.T, acc * alpha), acc)
             ones = np.ones((1, BLOCK), F32)
             sums = np.where(seen[:, None], chain(p, ones, sums * alpha), sums)
         if leaf == 0:
             Z, L, A = shift, sums[:, 0], acc
             continue
-        to, seen = np.where(Z - shift <= RESERVE, Z, shift), leaf <= pos
-        before, after = ex2(to - Z), ex2(to - shift)
+        new_shift, seen = np.where(Z - shift <= RESERVE, Z, shift), leaf <= pos
+        before, after = ex2(new_shift - Z), ex2(new_shift - shift)
         L = np.where(seen, fma(sums[:, 0], after, L * before), L)
         A = np.where(seen[:, None], fma(acc, after[:, None], A * before[:, None]), A)
-        Z = np.where(seen, to, Z)
+        Z = np.where(seen, new_shift, Z)
     return A / (L[:, None] + A * 0), Z - each("log2f")(L)
 
 
@@ -147,13 +151,13 @@ def rounded(p):
     return torch.from_numpy(p).bfloat16().float().numpy()
 
 
-def draw(rows, heads, dim, seed, spread=3.0):
+def random_bf16(rows, heads, dim, seed, spread=3.0):
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, heads, dim, generator=generator) * spread).bfloat16()
 
 
-def wanted(q, k, v, context, factor):
-    """Of a sequence: [n, heads, D] and [heads, n]."""
+def expected_forward(q, k, v, context, factor):
+    """Return a sequence's expected result [n, heads, D] and statistics [heads, n]."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (t.float().numpy() for t in (q, k, v))
     with np.errstate(all="ignore"):
@@ -180,14 +184,14 @@ def wanted(q, k, v, context, factor):
         (256, 1, 1, 1, [1090]),
     ],
 )
-def test_packed(kernel, dim, heads, kv, together, lens):
+def test_packed_batches_match_the_contract(kernel, dim, heads, kv, together, lens):
     total = sum(lens)
-    q, k, v = draw(total, heads, dim, 1), draw(total, kv, dim, 2), draw(total, kv, dim, 3)
+    q, k, v = random_bf16(total, heads, dim, 1), random_bf16(total, kv, dim, 2), random_bf16(total, kv, dim, 3)
     starts = torch.tensor([0, *lens]).cumsum(0)
     if together > 1:
         starts = starts.int()
         k = torch.cat([k, k], -1)[..., :dim]  # strided
-    v[-1, 0, 5] = float("inf")  # of a sequence that no other's zeros may meet
+    v[-1, 0, 5] = float("inf")  # another sequence's zeros must not multiply it
     out, pads = torch.full_like(q, 7.0), total // PAD + len(lens) + 1
     shift = torch.full((heads, pads * PAD), float("-inf"))
     a = arguments(q, k, v, out, starts, dim**-0.5, together)
@@ -198,28 +202,28 @@ def test_packed(kernel, dim, heads, kv, together, lens):
         rows = slice(int(starts[s]), int(starts[s]) + n)
         if n == 0:
             continue
-        result, statistics = wanted(q[rows], k[rows], v[rows], 0, a.factor)
-        if s == len(lens) - 1:  # rows that an infinite value meets a zero of are NaN: which, is the tile's affair
+        result, statistics = expected_forward(q[rows], k[rows], v[rows], 0, a.factor)
+        if s == len(lens) - 1:  # rows where an infinity is multiplied by 0 are NaN; which rows depends on the tile
             n -= min(n, BLOCK)
             result = result[:n]
         assert_bitwise_equal(out[rows][:n], result[:n], f"sequence {s}")
-        at = (int(starts[s]) // PAD + s) * PAD
-        expected[:, at : at + lens[s]] = torch.from_numpy(statistics)
+        pad = (int(starts[s]) // PAD + s) * PAD
+        expected[:, pad : pad + lens[s]] = torch.from_numpy(statistics)
     assert_bitwise_equal(shift, expected, "statistics")
 
 
 def cache(kv, dim, page, lens):
-    """Keys and values of sequences in pages of a cache, in a drawn order, and as they are. What no position uses is NaN."""
+    """Return K cache, V cache, block table, lengths, and the (k, v) of each sequence; unused cache rows are NaN."""
     need = [-(-n // page) for n in lens]
     blocks, width = sum(need) + 2, max(need) + 1
     rows = torch.full((blocks * page, kv, 2 * dim), float("nan"), dtype=torch.bfloat16)
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(7))[: sum(need)].split(need)
     table = torch.full((len(lens), width), -1, dtype=torch.int32)
-    keys = [(draw(n, kv, dim, 10 + i), draw(n, kv, dim, 20 + i)) for i, n in enumerate(lens)]
-    for row, mine, (k, v) in zip(table, order, keys, strict=True):
-        row[: len(mine)] = mine.int()
-        at = torch.arange(len(k))
-        rows[mine[at // page] * page + at % page] = torch.cat([k, v], -1)
+    keys = [(random_bf16(n, kv, dim, 10 + i), random_bf16(n, kv, dim, 20 + i)) for i, n in enumerate(lens)]
+    for row, pages, (k, v) in zip(table, order, keys, strict=True):
+        row[: len(pages)] = pages.int()
+        positions = torch.arange(len(k))
+        rows[pages[positions // page] * page + positions % page] = torch.cat([k, v], -1)
     return *rows.chunk(2, dim=-1), table, torch.tensor(lens), keys
 
 
@@ -236,13 +240,13 @@ def cache(kv, dim, page, lens):
         (256, 1, 1, 16, 1, [(70, 1010)]),
     ],
 )
-def test_paged(kernel, dim, heads, kv, page, together, shapes):
-    """(queries, context) of sequences; those of at most 4 queries are left out."""
+def test_paged_batches_match_the_contract(kernel, dim, heads, kv, page, together, shapes):
+    """`shapes` holds (queries, context) of each sequence; the kernel skips sequences with at most 4 queries."""
     takes = [n for n, _ in shapes]
     k, v, table, seq_lens, keys = cache(kv, dim, page, [n + context for n, context in shapes])
     width = table.shape[1]
     total = sum(takes)
-    q = draw(total + 3, heads, dim, 5)
+    q = random_bf16(total + 3, heads, dim, 5)
     starts = torch.tensor([0, *takes]).cumsum(0).int()
     out = torch.full_like(q, 7.0)
     a = arguments(q, k, v, out, starts, dim**-0.5, together)
@@ -251,16 +255,16 @@ def test_paged(kernel, dim, heads, kv, page, together, shapes):
     assert kernel(a) == 0
     for s, ((n, context), (ks, vs)) in enumerate(zip(shapes, keys, strict=True)):
         rows = slice(int(starts[s]), int(starts[s]) + n)
-        result = wanted(q[rows], ks, vs, context, a.factor)[0] if n > 4 else torch.full_like(q[rows], 7.0)
+        result = expected_forward(q[rows], ks, vs, context, a.factor)[0] if n > 4 else torch.full_like(q[rows], 7.0)
         assert_bitwise_equal(out[rows], result, f"sequence {s}")
     assert_bitwise_equal(out[total:], torch.full_like(out[total:], 7.0), "rows of no sequence")
 
 
-def test_division(kernel):
-    """Of sums near both ends of the range, by ones on both sides of 1, which rounding the score's product makes."""
+def test_division_near_both_ends_of_the_range(kernel):
+    """Divisors lie on both sides of 1, because the product of score and factor is rounded."""
     lens, heads, dim = [1] * 40 + [70], 2, 64
     total = sum(lens)
-    q, k, v = (draw(total, heads, dim, i) for i in range(3))
+    q, k, v = (random_bf16(total, heads, dim, i) for i in range(3))
     q[:40] *= 700.0
     k[:40] *= 700.0  # scores whose product with a factor is off by tenths
     v[:40] = (v[:40].float().sign() * 3.38e38).bfloat16()
@@ -273,16 +277,16 @@ def test_division(kernel):
     assert kernel(a) == 0
     for s, n in enumerate(lens):
         rows = slice(int(starts[s]), int(starts[s]) + n)
-        result, _ = wanted(q[rows], k[rows], v[rows], 0, a.factor)
-        known = ~result.isnan()  # what overflowed before it was divided is NaN, of which torch makes another one
+        result, _ = expected_forward(q[rows], k[rows], v[rows], 0, a.factor)
+        known = ~result.isnan()  # an overflow before the division gives NaN, whose payload torch changes
         assert bool((out[rows].isnan() == result.isnan()).all())
         assert_bitwise_equal(out[rows][known], result[known], f"sequence {s}")
 
 
-def test_infinite_scores(kernel):
-    """A row with a score of inf, with nothing but -inf in a block, or a score that is NaN, is NaN, and no other."""
+def test_infinite_and_nan_scores_make_only_their_rows_nan(kernel):
+    """A row is NaN if it has a score of inf or NaN, or only scores of -inf in a block."""
     n, dim = 700, 64
-    q, k, v = (draw(n, 1, dim, i) for i in range(3))
+    q, k, v = (random_bf16(n, 1, dim, i) for i in range(3))
     q[:, :, 7] = torch.where(torch.arange(n)[:, None] % 3 == 0, 1.0, -1.0).bfloat16()
     k[512:640, 0, 7] = float("inf")  # the second leaf's first block: +inf for a third of the rows, else -inf
     k[3, 0, 7] = float("-inf")
@@ -290,7 +294,7 @@ def test_infinite_scores(kernel):
     starts, out = torch.tensor([0, n]), torch.zeros_like(q)
     a = arguments(q, k, v, out, starts, dim**-0.5, 1)
     assert kernel(a) == 0
-    result, _ = wanted(q, k, v, 0, a.factor)
+    result, _ = expected_forward(q, k, v, 0, a.factor)
     known = ~result.isnan()
     assert bool((out.isnan() == result.isnan()).all())
     assert bool(known[:3].all()) and not bool(known[690:].any()) and not bool(known[512:].any())
@@ -299,10 +303,13 @@ def test_infinite_scores(kernel):
 
 
 def heights(n):
-    """Scores that exceed their leaf's first by a little less than the reserve, by a little more, and again by as much; leaves whose
-    first score exceeds that of those before by less than the reserve, by more, and by much less."""
+    """Return scores [n] around the thresholds at which the shift changes.
+
+    Within a leaf, scores exceed the first by slightly less than the reserve, slightly more, and again as much. A leaf's
+    first score exceeds earlier ones by less than the reserve or by more, or lies far below them.
+    """
     height = torch.zeros(n)  # exponents of 2
-    for at, value in (
+    for position, value in (
         (130, 31.5),
         (131, 32.5),
         (260, 50.0),
@@ -312,25 +319,25 @@ def heights(n):
         (1024, 62.5),
         (1536, -90.0),
     ):
-        height[at] = value
+        height[position] = value
     height[2048:], height[2560:] = 80.0, 210.0
     return (height / 1.4426950408889634).bfloat16()
 
 
 @pytest.mark.parametrize("dim", [128, pytest.param(256, marks=pytest.mark.slow)])
-def test_what_scores_are_measured_by(kernel, dim):
+def test_shift_changes_match_the_contract(kernel, dim):
     n = 2700
-    q, k, v = torch.ones(n, 1, dim).bfloat16(), torch.zeros(n, 1, dim).bfloat16(), draw(n, 1, dim, 3)
+    q, k, v = torch.ones(n, 1, dim).bfloat16(), torch.zeros(n, 1, dim).bfloat16(), random_bf16(n, 1, dim, 3)
     k[:, 0, 0] = heights(n)
     starts, out, shift = torch.tensor([0, n]), torch.zeros_like(q), torch.zeros(1, (n // PAD + 2) * PAD)
     a = arguments(q, k, v, out, starts, 1.0, 1)
     a.shift, a.pads = shift.data_ptr(), shift.shape[1] // PAD
     assert kernel(a) == 0
-    result, statistics = wanted(q, k, v, 0, a.factor)
+    result, statistics = expected_forward(q, k, v, 0, a.factor)
     assert_bitwise_equal(out, result)
     assert_bitwise_equal(shift[:, :n], torch.from_numpy(statistics))
-    # Against float64: each of n probabilities is rounded, in the sums of values and in their own, exponents of up to 210 are off
-    # by their last bit, a few times, and out is rounded.
+    # Bounds against float64: n probabilities are rounded, in the sums of values and in their own sum; exponents up to
+    # 210 have errors of a few last bits; out is rounded.
     scores = k[:, 0, 0].double().expand(n, n).masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
     off = UNITS[torch.bfloat16] + n * 2.0**-23 + 8 * 210 * 2.0**-24
     assert_within(shift[0, :n] * -math.log(2), scores.logsumexp(-1), off, "logarithms")
@@ -338,9 +345,9 @@ def test_what_scores_are_measured_by(kernel, dim):
     assert_within(out[:, 0], p @ values, (2 * off + UNITS[torch.bfloat16]) * (p @ values.abs()), "out")
 
 
-def test_wrong_starts(kernel):
-    """NaN all over, of a packed batch; of a cache the rows are left to others."""
-    q = draw(50, 2, 64, 1)
+def test_wrong_starts_give_nan(kernel):
+    """The whole packed batch is NaN."""
+    q = random_bf16(50, 2, 64, 1)
     for starts in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0]):
         out, shift = torch.zeros_like(q), torch.zeros(2, 8 * PAD)
         a = arguments(q, q, q, out, torch.tensor(starts), 1.0, 1)
@@ -350,31 +357,31 @@ def test_wrong_starts(kernel):
 
 
 def statistics(q, k, v, g, lens, pads, factor):
-    """shift and delta [heads, pads * PAD], as the forward pass and the sums before the backward one leave them."""
+    """Return shift and delta [heads, pads * PAD], as the forward and the delta kernel write them."""
     heads = q.shape[1]
     shift, delta = torch.full((heads, pads * PAD), float("-inf")), torch.zeros(heads, pads * PAD)
     begin = 0
     for s, n in enumerate(lens):
-        rows, at = slice(begin, begin + n), (begin // PAD + s) * PAD
+        rows, offset = slice(begin, begin + n), (begin // PAD + s) * PAD
         if n:
-            out, own = wanted(q[rows], k[rows], v[rows], 0, factor)
-            shift[:, at : at + n] = torch.from_numpy(own)
-            delta[:, at : at + n] = (g[rows].float() * out.float()).sum(-1).t()
+            out, own = expected_forward(q[rows], k[rows], v[rows], 0, factor)
+            shift[:, offset : offset + n] = torch.from_numpy(own)
+            delta[:, offset : offset + n] = (g[rows].float() * out.float()).sum(-1).t()
         begin += n
     return shift, delta
 
 
-def differentiate(q, k, v, g, shift, delta, factor, scale):
-    """Gradients of a sequence: q, g [n, heads, D], k, v [n, kv, D], shift, delta [heads, n]."""
+def expected_backward(q, k, v, g, shift, delta, factor, scale):
+    """Return dq, dk and dv of a sequence from q, g [n, heads, D], k, v [n, kv, D], shift and delta [heads, n]."""
     n, group = q.shape[0], q.shape[1] // k.shape[1]
     factor, scale = F32(factor), F32(scale)
     q, k, v, g = (t.float().numpy() for t in (q, k, v, g))
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    zeros, seen = np.zeros((n, n), F32), np.tri(n, dtype=bool)
+    zeros, causal = np.zeros((n, n), F32), np.tri(n, dtype=bool)
     for h in range(q.shape[1]):
         hk = h // group
         p = ex2(fma(chain(q[:, h], k[:, hk], zeros), factor, shift[h, :, None]))
-        p = np.where(seen, p, F32(0))
+        p = np.where(causal, p, F32(0))
         ds = p * (chain(g[:, h], v[:, hk], zeros) - delta[h, :, None])
         p, ds = (torch.from_numpy(t).bfloat16().float().numpy() for t in (p, ds))
         dq[:, h] = chain(ds, k[:, hk].T, dq[:, h]) * scale
@@ -400,10 +407,10 @@ def differentiate(q, k, v, g, shift, delta, factor, scale):
         (256, 2, 1, [300, 63, 5]),
     ],
 )
-def test_backward(backward, dim, heads, kv, lens):
+def test_backward_matches_the_contract(backward, dim, heads, kv, lens):
     total = sum(lens)
-    q, g = draw(total, heads, dim, 1), draw(total, heads, dim, 4, 1.0)
-    k, v = draw(total, kv, dim, 2), draw(total, kv, dim, 3)
+    q, g = random_bf16(total, heads, dim, 1), random_bf16(total, heads, dim, 4, 1.0)
+    k, v = random_bf16(total, kv, dim, 2), random_bf16(total, kv, dim, 3)
     starts = torch.tensor([0, *lens]).cumsum(0)
     if kv > 1:
         starts = starts.int()
@@ -416,22 +423,22 @@ def test_backward(backward, dim, heads, kv, lens):
     shift.copy_(known[0])
     delta.copy_(known[1])
     last = int(starts[-2])
-    for t in (q, k, v, g):  # the last sequence is all NaN, which no other may meet
+    for t in (q, k, v, g):  # NaN of the last sequence must not reach another
         if len(lens) > 1:
             t[last:] = float("nan")
     assert backward(a) == 0
     for s, n in enumerate(lens):
-        rows, at = slice(int(starts[s]), int(starts[s]) + n), (int(starts[s]) // PAD + s) * PAD
+        rows, begin = slice(int(starts[s]), int(starts[s]) + n), (int(starts[s]) // PAD + s) * PAD
         if n == 0 or (s and s == len(lens) - 1):
             continue
-        of_queries, sums = (t[:, at : at + n].numpy() for t in (shift, delta))
-        expected = differentiate(q[rows], k[rows], v[rows], g[rows], of_queries, sums, a.factor, a.scale)
+        shifts, sums = (t[:, begin : begin + n].numpy() for t in (shift, delta))
+        expected = expected_backward(q[rows], k[rows], v[rows], g[rows], shifts, sums, a.factor, a.scale)
         for name, got, want in zip(("dq", "dk", "dv"), grads, expected, strict=True):
             assert_bitwise_equal(got[rows], want, f"{name}, sequence {s}")
 
 
-def test_backward_of_wrong_starts(backward):
-    q, statistics = draw(50, 2, 64, 1), torch.zeros(2, 8 * PAD)
+def test_backward_with_wrong_starts_gives_nan(backward):
+    q, statistics = random_bf16(50, 2, 64, 1), torch.zeros(2, 8 * PAD)
     for starts in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0]):
         grads = [torch.zeros_like(q) for _ in range(3)]
         a = gradients(q, q, q, q, statistics, statistics, grads, torch.tensor(starts), 1.0)

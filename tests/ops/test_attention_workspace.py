@@ -1,4 +1,4 @@
-"""What decoding leaves in memory for the join: no more than an engine's trial is told. Of shapes alone, so without a GPU."""
+"""Workspace of attention: no call uses more than the engine's profiling run reserves. Shapes only, without a GPU."""
 
 from unittest import mock
 
@@ -12,8 +12,8 @@ from alignkit.ops.attention import triton as backend
 BF16, PAGE = torch.bfloat16, 16
 
 
-def taken(tokens: int, seqs: int, positions: int, heads: int, kv: int, dim: int) -> int:
-    """Numbers of the states of one call, by few queries."""
+def decode_values(tokens: int, seqs: int, positions: int, heads: int, kv: int, dim: int) -> int:
+    """Return the number of values in the softmax states of one decode call."""
     q = torch.empty(tokens, heads, dim, dtype=BF16, device="meta")
     k = torch.empty(PAGE, kv, dim, dtype=BF16, device="meta")
     table, starts = (
@@ -23,16 +23,16 @@ def taken(tokens: int, seqs: int, positions: int, heads: int, kv: int, dim: int)
     with (
         mock.patch.object(sharing.Sharing, "memory", autospec=True, side_effect=sharing.Sharing.memory) as memory,
         mock.patch.object(backend, "_run"),
-        mock.patch.object(backend, "repeated"),
+        mock.patch.object(backend, "launch_repeatable"),
     ):
-        backend.few(*arguments)
+        backend.decode(*arguments)
     (s, *_), _ = memory.call_args
     return s.parts * kv * s.slots * s.state
 
 
-def joined(heads: int, kv: int, dim: int) -> int:
-    """Bytes that the CUDA kernel is given in one call, by many queries."""
-    q, k = (torch.empty(64, of, dim, dtype=BF16, device="meta") for of in (heads, kv))
+def prefill_bytes(heads: int, kv: int, dim: int) -> int:
+    """Return the bytes of workspace that the CUDA prefill kernel receives in one call."""
+    q, k = (torch.empty(64, count, dim, dtype=BF16, device="meta") for count in (heads, kv))
     with mock.patch.object(cuda.cuda, "call") as call:
         cuda._attend(cuda.arguments(q, k, k, q, torch.empty(2, device="meta"), 1.0, 1), q.device)
     memory, size = call.call_args.args[-2:]
@@ -44,13 +44,15 @@ def joined(heads: int, kv: int, dim: int) -> int:
     "heads,kv,dim", [(32, 8, 128), (28, 4, 128), (64, 8, 128), (40, 40, 128), (16, 1, 64), (32, 8, 96), (16, 2, 256)]
 )
 @pytest.mark.parametrize("positions", [512, 1024, 40960, 131072, 1 << 20])
-def test_no_call_takes_more_than_was_reserved(positions, heads, kv, dim):
-    most = 8192
-    trial = torch.empty(most, heads, dim, dtype=BF16, device="meta")
+def test_no_call_uses_more_than_was_reserved(positions, heads, kv, dim):
+    max_tokens = 8192
+    trial = torch.empty(max_tokens, heads, dim, dtype=BF16, device="meta")
     with mock.patch.object(torch, "empty") as empty:
         reserve(trial, kv, positions)
     ((reserved,), _) = empty.call_args
-    calls = [4 * taken(t, s, positions, heads, kv, dim) for t in (1, 2, 5, 64, 256, most) for s in (1, 7, 256)]
-    calls.append(joined(heads, kv, dim))
+    calls = [
+        4 * decode_values(t, s, positions, heads, kv, dim) for t in (1, 2, 5, 64, 256, max_tokens) for s in (1, 7, 256)
+    ]
+    calls.append(prefill_bytes(heads, kv, dim))
     assert max(calls) <= reserved
     assert reserved <= 2 * max(calls)

@@ -1,4 +1,4 @@
-"""What autograd may ask of the ops: first gradients. Anything else is one clear error."""
+"""Autograd of the ops: first gradients are supported, and everything else raises one clear error."""
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ OPS = {
     "linear_logp": (lambda h, w, b: ops.linear_logp(h, w, T, bias=b, return_entropy=True), (X, W, B)),
     "logp_from_logits": (lambda z: ops.logp_from_logits(z, T), (X,)),
 }
+"""Op and differentiable inputs. test_arguments.py imports `OPS` and `leaves_of` by name in a subprocess."""
 OTHERS = {
     "head_logits": (ops.head_logits, (X, W, B)),
     "log_softmax": (ops.log_softmax, (X,)),
@@ -41,6 +42,7 @@ OTHERS = {
     ),
     "chunk_gated_delta_rule_bwd_dhu": (lambda *t: chunk_gated_delta_rule_bwd_dhu(*t)[::2], (RULE,) * 5),
 }
+"""Ops without gradients."""
 
 
 def loss(out):
@@ -54,13 +56,15 @@ def leaves_of(tensors):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_a_gradient_of_a_gradient_is_refused_by_name(name):
+def test_double_backward_is_rejected_by_name(name):
     function, tensors = OPS[name]
     leaves = leaves_of(tensors)
     grads = torch.autograd.grad(loss(function(*leaves)) ** 2, leaves, create_graph=True)
-    with pytest.raises(UnsupportedError, match=f"^{name}: the gradient of a gradient is not supported"):
+    with pytest.raises(
+        UnsupportedError, match=rf"^{name}: double backward \(the gradient of a gradient\) is not supported"
+    ):
         sum((g * g).sum() for g in grads).backward()
-    for leaf in leaves if name != "rope" else ():  # each alone, and where what comes in has no graph of its own
+    for leaf in leaves if name != "rope" else ():  # each leaf alone, with an incoming gradient that has no graph
         outs = function(*leaves)
         outs = outs if isinstance(outs, tuple) else (outs,)
         (grad,) = torch.autograd.grad(outs, leaf, [torch.ones_like(o) for o in outs], create_graph=True)
@@ -68,15 +72,15 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(name):
             torch.autograd.grad(grad.sum(), leaves, allow_unused=True)
 
 
-def test_what_depends_on_nothing_has_no_graph():
-    """Rotation is linear: for a given gradient that comes in, the gradient is a constant."""
+def test_gradient_of_rope_has_no_graph():
+    """Rotation is linear, so its gradient does not depend on the input."""
     (q,) = leaves_of((Q,))
     (grad,) = torch.autograd.grad(ops.rope(q, POS, TABLE).sum(), q, create_graph=True)
     assert not grad.requires_grad
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_a_graph_that_nobody_differentiates(name):
+def test_unused_double_backward_graph_changes_no_bit(name):
     function, tensors = OPS[name]
     found = []
     for create_graph in (False, True):
@@ -88,17 +92,15 @@ def test_a_graph_that_nobody_differentiates(name):
         assert_bitwise_equal(a, b)
 
 
-def test_the_penalty_of_an_mlp_is_not_silently_wrong():
-    """No gradient that comes in depends on the second weight here."""
+def test_gradient_penalty_of_an_mlp_raises():
+    """No incoming gradient depends on the second weight here."""
     x, w1, w2 = leaves_of((X, W, W))
     (grad,) = torch.autograd.grad(ops.linear(torch.tanh(ops.linear(x, w1)), w2).sum(), x, create_graph=True)
-    with pytest.raises(UnsupportedError, match="^linear: the gradient of a gradient"):
+    with pytest.raises(UnsupportedError, match=r"^linear: double backward \(the gradient of a gradient\)"):
         (grad**2).sum().backward()
 
 
-def test_gradcheck():
-    """torch's own, in fp32."""
-
+def test_torch_gradcheck_passes_and_gradgradcheck_raises():
     def function(x, w):
         return ops.linear(x, w)
 
@@ -120,7 +122,7 @@ def test_results_of_the_gated_delta_rule_are_not_differentiable():
 
 @pytest.mark.parametrize("name", [*OPS, *OTHERS])
 @pytest.mark.parametrize("transform", ["vmap", "jvp", "vjp", "grad", "dual"])
-def test_transforms_are_refused(name, transform):
+def test_transforms_are_rejected(name, transform):
     function, tensors = (OPS | OTHERS)[name]
     with pytest.raises(AlignkitError, match=r"torch\.func|forward-mode"):  # noqa: PT012 - one of them runs
         if transform == "vmap":
@@ -136,13 +138,13 @@ def test_transforms_are_refused(name, transform):
                 function(*(forward_ad.make_dual(t, t) for t in tensors))
 
 
-def test_a_call_inside_a_transform_is_refused_whatever_it_is_given():
+def test_call_without_tensors_inside_a_transform_is_rejected():
     with pytest.raises(UnsupportedError, match=r"^rope_table: .*torch\.func"):
         torch.func.grad(lambda x: (x * ops.rope_table(2, 8, 1e4)[0]).sum())(torch.ones(2))
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_batched_gradients_are_refused(name):
+def test_batched_gradients_are_rejected(name):
     function, tensors = OPS[name]
     leaves = leaves_of(tensors)
     out = function(*leaves)
@@ -153,28 +155,28 @@ def test_batched_gradients_are_refused(name):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_gradients_that_come_in_as_views(name):
-    """Negated, of no elements in memory, or all one element."""
+def test_incoming_gradients_may_be_views(name):
+    """Use a negated, a zero and an expanded gradient."""
     function, tensors = OPS[name]
 
-    def grads(how):
+    def grads(incoming):
         leaves = leaves_of(tensors)
         out = function(*leaves)
         out = out if isinstance(out, tuple) else (out,)
-        torch.autograd.backward(out, [how(o.detach()) for o in out])
+        torch.autograd.backward(out, [incoming(o.detach()) for o in out])
         return [t.grad for t in leaves]
 
-    for how, want in (
+    for incoming, want in (
         (lambda o: torch.ones_like(o)._neg_view(), lambda o: -torch.ones_like(o)),
         (lambda o: torch._efficientzerotensor(o.shape, dtype=o.dtype, device=o.device), torch.zeros_like),
         (lambda o: torch.ones((), dtype=o.dtype).expand(o.shape), torch.ones_like),
     ):
-        for a, b in zip(grads(how), grads(want), strict=True):
+        for a, b in zip(grads(incoming), grads(want), strict=True):
             assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["linear_logp", "logp_from_logits"])
-def test_sparse_gradients_are_refused_by_name(name):
+def test_sparse_gradients_are_rejected_by_name(name):
     function, tensors = OPS[name]
     out = function(*leaves_of(tensors))
     out = out[0] if isinstance(out, tuple) else out
@@ -183,8 +185,8 @@ def test_sparse_gradients_are_refused_by_name(name):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_saved_tensors_that_hooks_lay_out_anew(name):
-    """As a clone of overlapping windows is."""
+def test_saved_tensor_hooks_may_change_strides(name):
+    """A clone of overlapping windows has other strides too."""
     function, tensors = OPS[name]
 
     def grads():

@@ -1,4 +1,7 @@
-"""The C++ kernels give the bytes of the references, on every instruction set of this machine."""
+"""The C++ kernels give the bits of the references on every instruction set of this machine.
+
+Functions named contract_* restate docs/contract.md independently of the references, and change only with that page.
+"""
 
 import contextlib
 import math
@@ -40,8 +43,8 @@ def isa(request):
 
 
 def assert_same(function, *grads_of):
-    """`function()` and the gradients of its sum of outputs, on both backends."""
-    seen = []
+    """Check that `function` has the same outputs and gradients on both CPU backends."""
+    results = []
     for backend in ("cpu", "reference"):
         leaves = [t.detach().clone().requires_grad_() for t in grads_of]
         with dispatch.use(backend):
@@ -50,13 +53,13 @@ def assert_same(function, *grads_of):
             if leaves:
                 torch.manual_seed(7)
                 torch.autograd.backward(out, [torch.randn(o.shape).to(o.dtype) for o in out])
-        seen.append([*out, *(t.grad for t in leaves)])
-    for i, (a, b) in enumerate(zip(*seen, strict=True)):
+        results.append([*out, *(t.grad for t in leaves)])
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
         assert_bitwise_equal(a, b, f"output {i} of {len(grads_of)} gradients")
 
 
-def test_fma_is_exact():
-    """The references' fma against integer arithmetic, where fp32 would round twice."""
+def test_fma_rounds_once():
+    """Compare the references' fma with exact fractions, for values that fp32 operations would round twice."""
     a = torch.tensor([1 + 2.0**-12, 1 + 2.0**-23, 3.0, 2.0**-80])
     b = torch.tensor([1 + 2.0**-12, 1 - 2.0**-23, 1 / 3, 2.0**-80])
     c = torch.tensor([2.0**-24, -1.0, -1.0, 2.0**-149])
@@ -70,8 +73,8 @@ def test_fma_is_exact():
         assert abs(Fraction(got) - want) <= min(abs(Fraction(below) - want), abs(Fraction(above) - want))
 
 
-def test_the_default_dtype_does_not_matter():
-    """Engines build models with bf16 as torch's default type."""
+def test_default_dtype_changes_no_bit():
+    """Engines build models with bf16 as torch's default dtype."""
     torch.manual_seed(0)
     q, cu = torch.randn(40, 2, 16), torch.tensor([0, 40])
     w, target = torch.randn(150, 32), torch.arange(40)
@@ -98,7 +101,7 @@ def test_the_default_dtype_does_not_matter():
             assert_bitwise_equal(a, b, backend)
 
 
-def test_exp():
+def test_exp_has_the_bits_of_the_reference():
     x = torch.cat(
         [randn(20000, scale=30.0), torch.tensor([0.0, -0.0, 88.0, 88.1, -87.0, -87.1, float("inf"), float("-inf")])]
     )
@@ -116,7 +119,7 @@ def test_exp():
     transposed=st.booleans(),
     seed=seeds,
 )
-def test_matmul(m, n, leaf, leaves, dtype, transposed, seed):
+def test_matmul_has_the_bits_of_the_reference(m, n, leaf, leaves, dtype, transposed, seed):
     k = leaf * leaves
     a, b = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype)
     if transposed:
@@ -128,7 +131,7 @@ def test_matmul(m, n, leaf, leaves, dtype, transposed, seed):
 
 
 @given(rows=st.integers(1, 9), h=st.integers(1, 100), dtype=dtypes, seed=seeds)
-def test_rms_norm(rows, h, dtype, seed):
+def test_rms_norm_has_the_bits_of_the_reference(rows, h, dtype, seed):
     x, w = randn(rows, h, dtype=dtype, seed=seed), randn(h, dtype=dtype)
     assert_same(lambda a, b: ops.rms_norm(a, b, 1e-6), x, w)
     r = randn(rows, h, dtype=dtype)
@@ -137,12 +140,12 @@ def test_rms_norm(rows, h, dtype, seed):
 
 
 @given(tokens=st.integers(1, 9), heads=st.integers(1, 3), half=st.integers(1, 20), dtype=dtypes, seed=seeds)
-def test_rope(tokens, heads, half, dtype, seed):
+def test_rope_has_the_bits_of_the_reference(tokens, heads, half, dtype, seed):
     x = randn(tokens, heads, 2 * half, dtype=dtype, seed=seed)
     positions = torch.randint(0, 50, (tokens,))
     table = ops.rope_table(2 * half, 50, 10000.0)
     assert_same(lambda a: ops.rope(a, positions, table), x)
-    for rest in (0, 2, 14):  # what is beyond the rotated dimensions stays as it is
+    for rest in (0, 2, 14):  # dimensions beyond the rotated part stay unchanged
         wider = torch.cat([x, randn(tokens, heads, rest, dtype=dtype)], dim=-1)
         assert_same(lambda a: ops.rope(a, positions, table, rotary_dim=2 * half), wider)
         parts = torch.cat([ops.rope(x, positions, table), wider[..., 2 * half :]], dim=-1)
@@ -150,7 +153,7 @@ def test_rope(tokens, heads, half, dtype, seed):
 
 
 @given(tokens=st.integers(1, 9), half=st.integers(1, 20), rest=st.integers(0, 9), dtype=dtypes, seed=seeds)
-def test_qk_norm_rope(tokens, half, rest, dtype, seed):
+def test_qk_norm_rope_has_the_bits_of_the_reference(tokens, half, rest, dtype, seed):
     dim = 2 * (half + rest)
     q, k, weight = (
         randn(tokens, 3, dim, dtype=dtype, seed=seed),
@@ -162,7 +165,7 @@ def test_qk_norm_rope(tokens, half, rest, dtype, seed):
         assert_same(lambda z=zero_centered: ops.qk_norm_rope(*given, rotary_dim=2 * half, zero_centered=z))
 
 
-def test_rope_table():
+def test_rope_table_has_the_bits_of_the_reference():
     _table.cache_clear()
     with dispatch.use("reference"):
         reference = ops.rope_table(64, 300, 1e6)
@@ -172,7 +175,7 @@ def test_rope_table():
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=repr)
-def test_scaled_rope_table(scaling):
+def test_scaled_rope_table_has_the_bits_of_the_reference(scaling):
     _table.cache_clear()
     with dispatch.use("reference"):
         reference = ops.rope_table(64, 300, 1e4, scaling=scaling)
@@ -182,14 +185,14 @@ def test_scaled_rope_table(scaling):
     assert not torch.equal(reference, ops.rope_table(64, 300, 1e4))
 
 
-def test_frequencies_that_are_not_scaled_give_the_plain_table():
-    """By Llama 3's formula waves shorter than its borders stay: the two ways to a table are one."""
+def test_scaling_without_effect_gives_the_plain_table():
+    """Llama 3's formula keeps wavelengths below its thresholds."""
     same = Llama3(8.0, 1.0, 4.0, 2**40)
     assert_bitwise_equal(ops.rope_table(64, 300, 1e4, scaling=same), ops.rope_table(64, 300, 1e4))
 
 
 @given(rows=st.integers(1, 9), f=st.integers(1, 70), dtype=dtypes, seed=seeds)
-def test_silu_mul(rows, f, dtype, seed):
+def test_silu_mul_has_the_bits_of_the_reference(rows, f, dtype, seed):
     joint = randn(rows, 2 * f, dtype=dtype, scale=20.0, seed=seed)
     assert_same(lambda a: ops.silu_mul(a[:, :f], a[:, f:]), joint)
     assert_same(ops.silu_mul, joint)
@@ -200,11 +203,11 @@ def test_silu_mul(rows, f, dtype, seed):
     group=st.integers(1, 3),
     kv=st.integers(1, 2),
     dim=st.sampled_from([8, 16, 40]),
-    spread=st.sampled_from([1.0, 20.0]),  # of scores: with the latter what they are measured by changes
+    spread=st.sampled_from([1.0, 20.0]),  # scale of the scores; 20 makes the shift change
     dtype=dtypes,
     seed=seeds,
 )
-def test_attention(lens, group, kv, dim, spread, dtype, seed):
+def test_attention_has_the_bits_of_the_reference(lens, group, kv, dim, spread, dtype, seed):
     cu = torch.tensor([0, *lens]).cumsum(0)
     q, k, v = (randn(sum(lens), h, dim, dtype=dtype, seed=seed + h) for h in (group * kv, kv, kv))
     q = q * spread
@@ -213,8 +216,8 @@ def test_attention(lens, group, kv, dim, spread, dtype, seed):
 
 @pytest.mark.parametrize("isa", [pytest.param("generic", marks=pytest.mark.slow), *ISAS[1:]], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_at_the_borders_of_leaves(dtype):
-    """Lengths around those of one leaf and of two, and queries from the middle of a leaf on."""
+def test_attention_has_the_bits_of_the_reference_around_leaf_lengths(dtype):
+    """Use lengths around one and two leaves, and paged queries that start within a leaf."""
     leaf = families.CPU.kv_leaf
     for n in (leaf - 1, leaf, leaf + 1, 2 * leaf + 1):
         q, k, v = (randn(n, h, 8, dtype=dtype, seed=n + i) for i, h in enumerate((2, 1, 1)))
@@ -237,8 +240,8 @@ def test_attention_at_the_borders_of_leaves(dtype):
     dtype=dtypes,
     seed=seeds,
 )
-def test_attention_sees_nothing_of_later_positions(n, heads, bad, value, dtype, seed):
-    """Values that are infinite or NaN, each in one head: a query before them does not know, and one after them does."""
+def test_attention_ignores_later_positions(n, heads, bad, value, dtype, seed):
+    """Non-finite values affect their own channel of later queries, and no earlier query."""
     cu = torch.tensor([0, n])
     q, k, v = (randn(n, h, 16, dtype=dtype, seed=seed + h) for h in (heads, 1, 1))
     want = ops.attention(q, k, v, cu)
@@ -263,7 +266,7 @@ def test_attention_sees_nothing_of_later_positions(n, heads, bad, value, dtype, 
     scale=st.sampled_from([1.0, 0.5]),
     seed=seeds,
 )
-def test_linear_logp(n, d, v, dtype, entropy, cap, scale, seed):
+def test_linear_logp_has_the_bits_of_the_reference(n, d, v, dtype, entropy, cap, scale, seed):
     h, w, b = randn(n, d, dtype=dtype, seed=seed), randn(v, d, dtype=dtype), randn(v, dtype=dtype)
     target = torch.randint(0, v, (n,))
     assert_same(
@@ -277,8 +280,8 @@ def test_linear_logp(n, d, v, dtype, entropy, cap, scale, seed):
     assert_same(lambda: ops.log_softmax(ops.head_logits(h, w, b, soft_cap=cap, logit_scale=scale)))
 
 
-def written_out(h, w, b, target, temperature, cap, scale):
-    """docs/contract.md, "Log-softmax over the vocabulary", a number at a time: logprobs and entropies."""
+def contract_logp(h, w, b, target, temperature, cap, scale):
+    """Compute logprobs and entropies as docs/contract.md, "Log-softmax over the vocabulary", one number at a time."""
 
     def fp32(v):
         return torch.tensor(v, dtype=torch.float64).float().item()
@@ -299,10 +302,10 @@ def written_out(h, w, b, target, temperature, cap, scale):
             tiles.append((m, *(sum(round(2**23 * v) for v in values.tolist()) for values in (e, e * (m - tile)))))
         top = row.max()
         s = u = 0
-        for m, q, of_u in tiles:
+        for m, q, u_sum in tiles:
             weight = _common.exp(m - top).item()
             s += round(2**16 * weight * q)
-            u += round(2**16 * weight * (of_u + q * (top.item() - m.item())))
+            u += round(2**16 * weight * (u_sum + q * (top.item() - m.item())))
         log = math.log(s * 2.0**-39)
         found.append((fp32(row[i].item() - (top.item() + log)), fp32(top.item() + log - top.item() + u / s)))
     return torch.tensor(found).unbind(1)
@@ -317,12 +320,12 @@ def written_out(h, w, b, target, temperature, cap, scale):
     scale=st.sampled_from([1.0, 0.5]),
     seed=seeds,
 )
-def test_linear_logp_is_what_the_contract_says(n, d, v, dtype, cap, scale, seed):
-    """Shares no code with the ops but fma and exp, which have tests of their own."""
+def test_linear_logp_matches_the_contract(n, d, v, dtype, cap, scale, seed):
+    """The test shares only fma and exp with the ops; they have tests of their own."""
     h, w, b = randn(n, d, dtype=dtype, seed=seed), randn(v, d, dtype=dtype), randn(v, dtype=dtype)
     target = torch.randint(0, v, (n,))
     temperature = torch.tensor(0.7).item()
-    want = written_out(h, w, b, target, temperature, cap, scale)
+    want = contract_logp(h, w, b, target, temperature, cap, scale)
     for backend in ("cpu", "reference"):
         with dispatch.use(backend):
             got = ops.linear_logp(
@@ -333,44 +336,44 @@ def test_linear_logp_is_what_the_contract_says(n, d, v, dtype, cap, scale, seed)
 
 
 @given(rows=st.integers(1, 9), h=st.integers(1, 70), dtype=dtypes, seed=seeds)
-def test_sigmoid_mul(rows, h, dtype, seed):
+def test_sigmoid_mul_has_the_bits_of_the_reference(rows, h, dtype, seed):
     gate, x = randn(rows, 1, scale=20.0, seed=seed), randn(rows, h, dtype=dtype)
     assert_same(ops.sigmoid_mul, gate, x)
 
 
 def routings(draw):
-    """Experts, and arguments of `moe_router` for them; few values, so that many are equal."""
+    """Return a number of experts, top k, and options of `moe_router`."""
     groups = draw(st.sampled_from([1, 1, 2, 3, 4]))
     n = groups * draw(st.integers(1, 16))
-    how = {"normalize": draw(st.booleans()), "scale": draw(st.sampled_from([1.0, 2.5, 0.3]))}
-    among = n
+    options = {"normalize": draw(st.booleans()), "scale": draw(st.sampled_from([1.0, 2.5, 0.3]))}
+    candidates = n
     if draw(st.booleans()):
         top_groups = draw(st.integers(1, groups))
-        among = n // groups * top_groups
+        candidates = n // groups * top_groups
         bias = draw(st.sampled_from([None, torch.arange(n).float() % 3 / 7]))
-        how |= {"score": "sigmoid", "groups": groups, "top_groups": top_groups, "bias": bias}
-    return n, draw(st.integers(1, min(among, 8))), how
+        options |= {"score": "sigmoid", "groups": groups, "top_groups": top_groups, "bias": bias}
+    return n, draw(st.integers(1, min(candidates, 8))), options
 
 
 @given(rows=st.integers(1, 9), routing=st.composite(routings)(), ties=st.booleans(), odd=st.booleans(), seed=seeds)
-def test_moe_router(rows, routing, ties, odd, seed):
-    n, k, how = routing
+def test_moe_router_has_the_bits_of_the_reference(rows, routing, ties, odd, seed):
+    n, k, options = routing
     z = randn(rows, n, scale=4.0, seed=seed)
     if ties:
         z = z.round() * 0.0 if odd else z.round()  # zeros of both signs
-    seen = []
+    results = []
     for backend in ("cpu", "reference"):
         with dispatch.use(backend):
             leaf = z.clone().requires_grad_()
-            weights, ids = ops.moe_router(leaf, k, **how)
+            weights, ids = ops.moe_router(leaf, k, **options)
             weights.backward(torch.linspace(-2, 3, weights.numel()).view(weights.shape))
-            seen.append((weights.detach(), ids, leaf.grad))
-    for name, a, b in zip(("weights", "ids", "gradient"), *seen, strict=True):
+            results.append((weights.detach(), ids, leaf.grad))
+    for name, a, b in zip(("weights", "ids", "gradient"), *results, strict=True):
         assert_bitwise_equal(a, b, name)
 
 
-def experts_of(n, rows, k, h, f, dtype, seed):
-    """x, ids, weights, gate_up and down; some ids are -1."""
+def moe_inputs(n, rows, k, h, f, dtype, seed):
+    """Return x, ids, weights, gate_up and down; some ids are -1."""
     x, weights = randn(rows, h, dtype=dtype, seed=seed), torch.rand(rows, k)
     ids = torch.rand(rows, n).argsort(1)[:, :k]
     ids = ids.masked_fill(torch.rand(rows, k) < 0.2, -1)
@@ -386,13 +389,13 @@ def experts_of(n, rows, k, h, f, dtype, seed):
     dtype=dtypes,
     seed=seeds,
 )
-def test_moe_experts(n, rows, k, h, f, dtype, seed):
-    x, ids, weights, gate_up, down = experts_of(n, rows, min(n, k), h, f, dtype, seed)
+def test_moe_experts_has_the_bits_of_the_reference(n, rows, k, h, f, dtype, seed):
+    x, ids, weights, gate_up, down = moe_inputs(n, rows, min(n, k), h, f, dtype, seed)
     assert_same(lambda x, w, g, d: ops.moe_experts(x, ids, w, g, d), x, weights, gate_up, down)
 
 
-def tree_written_out(values: dict[int, float], n: int) -> torch.Tensor:
-    """docs/contract.md, "Mixture of experts", "Tree over experts", of fp32 tensors by expert."""
+def contract_expert_tree(values: dict[int, float], n: int) -> torch.Tensor:
+    """Sum fp32 values by expert as docs/contract.md, "Mixture of experts", "Tree over experts"."""
     odd = n
     while odd % 2 == 0:
         odd //= 2
@@ -410,7 +413,7 @@ def tree_written_out(values: dict[int, float], n: int) -> torch.Tensor:
 
 
 def dot(a, b, leaves=1):
-    """Chains over equal parts of k, and their tree."""
+    """Return the tree of chains over `leaves` equal parts of k."""
     parts = []
     for x, w in zip(a.float().chunk(leaves), b.float().chunk(leaves, 1), strict=True):
         acc = torch.zeros(len(b))
@@ -430,10 +433,10 @@ def dot(a, b, leaves=1):
     normalize=st.booleans(),
     seed=seeds,
 )
-def test_moe_is_what_the_contract_says(n, rows, score, dtype, normalize, seed):
-    """Shares no code with the ops but fma and exp. Forward, and the gradients of x, the weights and the matrices."""
-    h, f, k = 9, 32, 3
-    x, _, _, gate_up, down = experts_of(n, rows, k, h, f, dtype, seed)
+def test_moe_matches_the_contract(n, rows, score, dtype, normalize, seed):
+    """Check the forward and the gradients of x, weights and matrices; only fma and exp are shared with the ops."""
+    h, f, k = 9, 32, 3  # f has two k-tree leaves
+    x, _, _, gate_up, down = moe_inputs(n, rows, k, h, f, dtype, seed)
     z = (randn(rows, n) * 2).round() / 2
     g = randn(rows, h, dtype=dtype)
     leaves = [t.clone().requires_grad_() for t in (x, z, gate_up, down)]
@@ -447,38 +450,38 @@ def test_moe_is_what_the_contract_says(n, rows, score, dtype, normalize, seed):
         scores = _common.exp(z[r] - z[r].max()) if score == "softmax" else 1 / (1 + _common.exp(-z[r]))
         chosen = sorted(sorted(range(n), key=lambda e: (-float(z[r, e]), e))[:k])
         assert ids[r].tolist() == chosen
-        among = chosen if normalize else range(n)
-        total = tree_written_out({e: scores[e] for e in among}, n)
+        summed = chosen if normalize else range(n)
+        total = contract_expert_tree({e: scores[e] for e in summed}, n)
         total = total + 1e-20 if score == "sigmoid" else total
         w = scores if score == "sigmoid" and not normalize else scores / total
         assert_bitwise_equal(weights[r].detach(), torch.stack([w[e] * 0.5 for e in chosen]), "weights")
-        parts, of_x, dw = {}, {}, {}
+        parts, dx, dw = {}, {}, {}
         for e in chosen:
             gate, up = dot(x[r], gate_up[e]).to(dtype).chunk(2)
             s = 1 / (1 + _common.exp(-gate.float()))
             a = (gate.float() / (1 + _common.exp(-gate.float())) * up.float()).to(dtype)
             y = dot(a, down[e], leaves=2).to(dtype)
             parts[e] = (w[e] * 0.5) * y.float()
-            of_a = dot(g[r], down[e].t())
+            g_a = dot(g[r], down[e].t())
             lanes = torch.zeros(16)
             for j in range(0, f, 16):
-                lanes = _common.fma(of_a[j : j + 16], a[j : j + 16].float(), lanes)
+                lanes = _common.fma(g_a[j : j + 16], a[j : j + 16].float(), lanes)
             for half in (8, 4, 2, 1):
                 lanes = lanes[:half] + lanes[half:]
             dw[e] = lanes[0] + 0.0
-            da = (w[e] * 0.5 * of_a).to(dtype).float()
+            da = (w[e] * 0.5 * g_a).to(dtype).float()
             slope = s * _common.fma(gate.float(), 1 - s, torch.ones(f))
             d = torch.cat([(da * up.float() * slope).to(dtype), (da * (gate.float() * s)).to(dtype)])
-            of_x[e] = dot(d, gate_up[e].t()).to(dtype).float()
+            dx[e] = dot(d, gate_up[e].t()).to(dtype).float()
             weighed = (w[e] * 0.5 * a.float()).to(dtype).float()
             d_gate_up[e] = _common.fma(d[:, None].float().expand(-1, h), x[r].float().expand(2 * f, h), d_gate_up[e])
             d_down[e] = _common.fma(g[r][:, None].float().expand(h, f), weighed.expand(h, f), d_down[e])
-        for name, seen, values in (("output", out.detach(), parts), ("dx", leaves[0].grad, of_x)):
-            want = torch.stack([tree_written_out({e: v[i] for e, v in values.items()}, n) for i in range(h)])
+        for name, seen, values in (("output", out.detach(), parts), ("dx", leaves[0].grad, dx)):
+            want = torch.stack([contract_expert_tree({e: v[i] for e, v in values.items()}, n) for i in range(h)])
             assert_bitwise_equal(seen[r], want.to(dtype), name)
         assert_bitwise_equal(weights.grad[r], torch.stack([dw[e] for e in chosen]), "dweights")
         grads = {e: v * 0.5 for e, v in dw.items()}
-        shared = tree_written_out({e: w[e] * v for e, v in grads.items()}, n)
+        shared = contract_expert_tree({e: w[e] * v for e, v in grads.items()}, n)
         for e in range(n):
             if score == "softmax":
                 want = w[e] * (grads.get(e, torch.tensor(0.0)) - shared)

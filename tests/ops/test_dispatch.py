@@ -1,5 +1,10 @@
-"""Which kernel is chosen for which problem. choices.json holds a drawn population of problems of the GPU's family, each with the
-kernel that computed it when every kernel decided for itself; no choice changes a bit, but each was measured."""
+"""Choice of the kernel for a problem.
+
+choices.json holds random problems of the GPU family by op; ``answer`` is the kernel that must be chosen, "apart" if the
+head's GEMM and its elementwise kernel run separately. ``proven`` says whether cuBLASLt has an algorithm that passed its
+trial. tests/cli/test_doctor_explain.py reads the file too. No choice changes a bit; a rule or cost model that changes a
+choice changes its answer here.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +23,7 @@ from alignkit.ops.linear.problem import Product
 from alignkit.ops.linear_logp.problem import Head, HeadGradient, HeadProducts
 from alignkit.ops.rms_norm.problem import Norm
 
-from .helpers import product
+from .helpers import gemm
 
 CHOICES = json.loads(Path(__file__).with_name("choices.json").read_text())
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -45,41 +50,47 @@ def problem(op: str, p: dict):
     return kind(backend="cuda", **t)
 
 
-def answer(op: str, p: dict) -> str:
+def chosen_kernel(op: str, p: dict) -> str:
     if op == "rms_norm" and p["residual"]:
         op = "add_rms_norm"
-    of = problem(op.removeprefix("add_"), p)
-    right = [k.name for k in dispatch.kernels(op, of.backend) if k.refuses(of) is None]
-    assert dispatch.choose(op, of).name == dispatch.explain(op, of)[-1][0].name == right[0]
-    if op == "linear" and not p["proven"] and right[0] == "cublaslt":  # which declines on the device
-        return right[1]
-    return "apart" if op.startswith("head_") and right[0] == "triton" else right[0]
+    described_problem = problem(op.removeprefix("add_"), p)
+    accepting = [
+        k.name for k in dispatch.kernels(op, described_problem.backend) if k.rejects(described_problem) is None
+    ]
+    assert (
+        dispatch.choose(op, described_problem).name
+        == dispatch.explain(op, described_problem)[-1][0].name
+        == accepting[0]
+    )
+    if op == "linear" and not p["proven"] and accepting[0] == "cublaslt":  # cuBLASLt declines on the device
+        return accepting[1]
+    return "apart" if op.startswith("head_") and accepting[0] == "triton" else accepting[0]
 
 
 @pytest.mark.parametrize("op", CHOICES)
-def test_choices_are_those_of_the_table(op):
+def test_choices_match_the_table(op):
     for p in CHOICES[op]:
-        assert answer(op, p) == p["answer"], p
+        assert chosen_kernel(op, p) == p["answer"], p
 
 
-def test_the_table_has_each_kernel():
+def test_table_covers_every_linear_kernel():
     seen = {p["answer"] for p in CHOICES["linear"]}
     assert seen == {k.name for k in dispatch.kernels("linear", families.CUDA)}
 
 
-def test_a_backend_admits_the_slower_ones_of_its_family():
-    few = product(leaves=8)
-    assert dispatch.choose("linear", few).name == "tree"
-    assert dispatch.choose("linear", few._replace(backend=families.TRITON)).name == "tiles"
-    assert dispatch.choose("linear", few._replace(backend=families.REFERENCE)).name == "reference"
-    assert dispatch.choose("linear", few._replace(backend=families.NATIVE)).name == "cpu"
+def test_backend_falls_back_within_its_family():
+    skinny = gemm(leaves=8)
+    assert dispatch.choose("linear", skinny).name == "tree"
+    assert dispatch.choose("linear", skinny._replace(backend=families.TRITON)).name == "tiles"
+    assert dispatch.choose("linear", skinny._replace(backend=families.REFERENCE)).name == "reference"
+    assert dispatch.choose("linear", skinny._replace(backend=families.NATIVE)).name == "cpu"
     assert [k.name for k in dispatch.kernels("gated_delta_rule", families.NATIVE)] == ["reference"]
 
 
 @pytest.mark.parametrize("family", families.FAMILIES, ids=lambda f: f.name)
 @pytest.mark.parametrize("op", dispatch.OPS)
-def test_the_last_of_each_backend_takes_all(op, family):
-    """So there is always a kernel; and what a list names exists."""
+def test_last_kernel_of_each_backend_accepts_every_problem(op, family):
+    """Every listed function exists too."""
     for backend in family.backends:
         found = dispatch.kernels(op, backend)
         assert found and not found[-1].rule
@@ -88,46 +99,46 @@ def test_the_last_of_each_backend_takes_all(op, family):
             assert all(callable(getattr(module, name)) for name in (kernel.rule, kernel.prepare) if name)
 
 
-def test_an_op_that_is_none():
-    with pytest.raises(InputError, match="op: 'matmul' is none of attention, "):
+def test_unknown_op_is_rejected():
+    with pytest.raises(InputError, match="op: must be one of attention, .*, got 'matmul'"):
         dispatch.order("matmul")
 
 
-def kernels(monkeypatch, capturing=False):
-    """Stand-ins: the first of two declines."""
-    asked = []
+def fake_kernels(monkeypatch, capturing=False):
+    """Install two fake kernels, the first of which declines; return the log of prepare calls."""
+    prepared = []
     module = type("Module", (), {})
-    module.first = lambda p: asked.append("first")
-    module.second = lambda p: asked.append("second") or (lambda: "launched")
+    module.first = lambda p: prepared.append("first")
+    module.second = lambda p: prepared.append("second") or (lambda: "launched")
     found = tuple(dispatch.Kernel(name, families.TRITON, "", prepare=name) for name in ("first", "second"))
     monkeypatch.setattr(dispatch, "kernels", lambda op, backend: found)
     monkeypatch.setattr(dispatch.Kernel, "load", lambda self: module)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    return asked
+    return prepared
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_what_declines_while_a_graph_is_captured_is_asked_again(monkeypatch, capturing):
-    asked, kept, p = kernels(monkeypatch, capturing), {}, product()
-    assert dispatch.prepare("linear", p, kept)() == "launched"
-    assert asked == ["first", "second"] and bool(kept) == (not capturing)
+def test_decision_during_graph_capture_is_not_cached(monkeypatch, capturing):
+    prepared, cache, p = fake_kernels(monkeypatch, capturing), {}, gemm()
+    assert dispatch.prepare("linear", p, cache)() == "launched"
+    assert prepared == ["first", "second"] and bool(cache) == (not capturing)
 
 
-def test_no_more_are_kept_than(monkeypatch):
-    kernels(monkeypatch)
-    monkeypatch.setattr(dispatch, "MOST", 2)
-    kept = {}
+def test_cache_of_decisions_is_bounded(monkeypatch):
+    fake_kernels(monkeypatch)
+    monkeypatch.setattr(dispatch, "MAX_CACHED", 2)
+    cache = {}
     for m in (1, 2, 3):
-        dispatch.prepare("linear", product(m=m), kept)
-    assert [p.m for p in kept] == [3]
+        dispatch.prepare("linear", gemm(m=m), cache)
+    assert [p.m for p in cache] == [3]
 
 
-def test_a_problem_for_none(monkeypatch):
+def test_problem_without_a_kernel_raises(monkeypatch):
     monkeypatch.setattr(dispatch, "kernels", lambda op, backend: ())
-    with pytest.raises(BackendError, match="linear: no kernel is for Product"):
-        dispatch.prepare("linear", product(), {})
+    with pytest.raises(BackendError, match="linear: no kernel supports Product"):
+        dispatch.prepare("linear", gemm(), {})
 
 
-def test_a_description_tells_alignment():
+def test_operand_records_alignment():
     t = torch.empty(9, dtype=torch.bfloat16)
     assert operand(t)[3] and not operand(t[1:])[3] and operand(None) is None

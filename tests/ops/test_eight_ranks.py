@@ -1,4 +1,4 @@
-"""The most ranks that the contract's k-tree can be shared among. Real processes, gloo."""
+"""Eight gloo processes: the largest number of ranks that can share the contract's k-tree."""
 
 import pytest
 import torch
@@ -9,10 +9,10 @@ from tests.forks import METHOD
 from .helpers import CPU
 from .test_tp import HEADS, run_head, run_linears
 
-pytestmark = pytest.mark.skipif(not CPU, reason="these ranks are processes on the CPU, joined by gloo")
+pytestmark = pytest.mark.skipif(not CPU, reason="the ranks are gloo processes on the CPU")
 
 SHARDS = [1, 130, 3, 250, 128, 57, 400, 31]
-"""Of the vocabulary: borders inside tiles, a shard within one tile, one of a single row."""
+"""Shards of test_tp.py's 1000 rows: borders inside tiles, a shard within one tile, and a shard of a single row."""
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def eight():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_logp(eight, dtype):
+def test_linear_logp_bits_of_eight_ranks_equal_those_of_one(eight, dtype):
     kwargs = {"temperature": 0.7, "soft_cap": 8.0}
     (want, entropy), _, grads = eight.run(1, run_head, HEADS[1], dtype, kwargs)[0]
     results = eight.run(8, run_head, SHARDS, dtype, kwargs)
@@ -38,8 +38,8 @@ def test_linear_logp(eight, dtype):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linears(eight, dtype, sequence_parallel):
-    """A rank has one leaf of eight."""
+def test_linear_bits_of_eight_ranks_equal_those_of_one(eight, dtype, sequence_parallel):
+    """Each rank has one leaf of eight."""
     rows = 16
     want, grads, _ = eight.run(1, run_linears, dtype, False, rows)[0]
     results = eight.run(8, run_linears, dtype, sequence_parallel, rows)

@@ -1,4 +1,4 @@
-"""The backward of the gated delta rule's state: bits, bounds, gradients of the whole rule with it in, bad input."""
+"""The state backward of the gated delta rule: bits, error bounds, gradients of the whole rule, and invalid input."""
 
 import inspect
 import itertools
@@ -28,11 +28,11 @@ COMPILED = (
     ((64, 128), "g gk", FP32, True, True),
     ((256, 64), "", FP32, False, False),
 )
-"""K and V, gates, type, state_v_first, and whether there is dht: Triton compiles for each, so it has no others."""
+"""(K, V), gates, dtype, state_v_first, dht given: the only cases for Triton, which compiles for each of them."""
 
 
 def gpu(test):
-    skip = pytest.mark.skipif(CPU, reason="about a GPU")
+    skip = pytest.mark.skipif(CPU, reason="needs a GPU")
     return pytest.mark.gpu(skip(test))
 
 
@@ -56,7 +56,7 @@ def problem(
     dht=True,
     seed=0,
 ):
-    """Arguments of the op: tensors of the sequences' rows, and the rest."""
+    """Return the op's arguments as two dicts: tensors with a row per token, and the others."""
     torch.manual_seed(seed)
     dtype = dtype or (FP32 if CPU else BF16)
     q, k = (torch.randn(batch, t, key_heads, k_dim) / k_dim**0.5 for _ in range(2))
@@ -90,47 +90,56 @@ def assert_same(got, want, what):
 
 
 def bounds(rows, rest, sequence, begin, end, head, scale, dtype):
-    """What the recurrence gives in float64 for one sequence and head, and how far off T's rounding may be: for each
-    chunk, last first, (dh, its bound, dv2, its bound), and (dh0, its bound)."""
+    """Return float64 results of one sequence and head, with error bounds for a result rounded to `dtype`.
+
+    Returns:
+        A list of (dh, bound, dv2, bound) per chunk, last chunk first, and (dh0, bound).
+    """
     u, tiny = UNIT[dtype], SMALLEST[dtype]
     group = rows["do"].shape[2] // rows["q"].shape[2]
     exp = torch.exp2 if rest.get("base2") else torch.exp
 
-    def of(name, at, heads_each=1):
-        return rows[name][0, at : min(at + CHUNK, end), head // heads_each].double()
+    def chunk_rows(name, first, heads_each=1):
+        return rows[name][0, first : min(first + CHUNK, end), head // heads_each].double()
 
-    def off(x, e, rel):
-        """|x| off by e, then by a share `rel` of itself."""
+    def error(x, e, rel):
+        """Return the error bound of x with error e after an operation with relative error `rel`."""
         return e + rel * (x.abs() + e)
 
     D = torch.zeros(rows["q"].shape[3], rows["do"].shape[3], dtype=torch.float64)
     if "dht" in rest:
         D += rest["dht"][sequence, head].double().t() if rest["state_v_first"] else rest["dht"][sequence, head].double()
     E, found = torch.zeros_like(D), []
-    sums = 4 * gamma(2 * CHUNK + D.shape[0])  # of products; the tensor core truncates
-    for at in reversed(range(begin, end, CHUNK)):
-        q, k, w, do, dv = of("q", at, group), of("k", at, group), of("w", at), of("do", at), of("dv", at)
+    sums = 4 * gamma(2 * CHUNK + D.shape[0])  # error of the products; the tensor core truncates
+    for first in reversed(range(begin, end, CHUNK)):
+        q, k, w, do, dv = (
+            chunk_rows("q", first, group),
+            chunk_rows("k", first, group),
+            chunk_rows("w", first),
+            chunk_rows("do", first),
+            chunk_rows("dv", first),
+        )
         one, two, decay = 1.0, 1.0, torch.ones(len(D), 1, dtype=torch.float64)
         if "g" in rows:
-            g = of("g", at)
+            g = chunk_rows("g", first)
             one, two, decay = exp(g[-1] - g)[:, None], exp(g)[:, None], exp(g[-1]) * decay
         if "gk" in rows:
-            decay = decay * exp(of("gk", at)[-1])[:, None]
-        of_D = off(D, E, u) + tiny
-        x, of_x = k @ D, k.abs() @ of_D + sums * (k.abs() @ (D.abs() + of_D))
+            decay = decay * exp(chunk_rows("gk", first)[-1])[:, None]
+        D_error = error(D, E, u) + tiny
+        x, x_error = k @ D, k.abs() @ D_error + sums * (k.abs() @ (D.abs() + D_error))
         dv2 = dv + one * x
-        of_dv2 = off(dv2, off(one * x, one * of_x, EXP + 2 * U32), u + U32) + tiny
-        found.append((D, of_D, dv2, of_dv2))
-        scaled, of_scaled = scale * two * do, off(scale * two * do, 0.0, EXP + 2 * U32 + u) + tiny
+        dv2_error = error(dv2, error(one * x, one * x_error, EXP + 2 * U32), u + U32) + tiny
+        found.append((D, D_error, dv2, dv2_error))
+        scaled, scaled_error = scale * two * do, error(scale * two * do, 0.0, EXP + 2 * U32 + u) + tiny
         parts = (decay * D).abs() + q.abs().t() @ scaled.abs() + w.abs().t() @ dv2.abs()
-        E = off(decay * D, decay * E, 2 * EXP + 4 * U32) + q.abs().t() @ of_scaled + w.abs().t() @ of_dv2
+        E = error(decay * D, decay * E, 2 * EXP + 4 * U32) + q.abs().t() @ scaled_error + w.abs().t() @ dv2_error
         E = E + sums * (parts + E)
         D = decay * D + q.t() @ scaled - w.t() @ dv2
     return found, (D, E)
 
 
 def check(got, rows, rest):
-    """Against float64."""
+    """Check results against float64."""
     dh, dh0, dv2 = got
     starts = rest["cu_seqlens"].tolist() if "cu_seqlens" in rest else [0, rows["q"].shape[1]]
     scale, chunk = rest.get("scale") or rows["q"].shape[3] ** -0.5, 0
@@ -145,29 +154,29 @@ def check(got, rows, rest):
             assert_within(dh0[i, head], want, bound, f"dh0, sequence {i}")
             for j, (want, bound, want_dv2, bound_dv2) in zip(reversed(chunks), found, strict=True):
                 assert_within(dh[0, j, head], want, bound, f"dh, sequence {i}, chunk {j}")
-                at = begin + (j - chunks.start) * CHUNK
-                new = dv2[0, at : min(at + CHUNK, end), head]
+                first = begin + (j - chunks.start) * CHUNK
+                new = dv2[0, first : min(first + CHUNK, end), head]
                 assert_within(new, want_dv2, bound_dv2, f"dv2, sequence {i}, chunk {j}")
 
 
-def drawn_starts(data, most=4):
+def random_starts(data, most=4):
     lengths = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 200])
     ends = torch.tensor(data.draw(st.lists(lengths, min_size=1, max_size=most))).cumsum(0, dtype=torch.int64)
     return [0, *ends.tolist()]
 
 
 def kinds(backend):
-    """What to draw for a backend, as in COMPILED."""
+    """Return a strategy for cases of a backend, in the form of COMPILED."""
     if backend == "triton":
         return st.sampled_from(COMPILED)
-    dtypes = [BF16, FP16] if backend == "cuda" else [FP32, BF16, FP16]  # CUDA's fp32 is Triton's
+    dtypes = [BF16, FP16] if backend == "cuda" else [FP32, BF16, FP16]  # the CUDA backend uses Triton for fp32
     dim = st.sampled_from(DIMS)
     return st.tuples(st.tuples(dim, dim), st.sampled_from(MODES), st.sampled_from(dtypes), st.booleans(), st.booleans())
 
 
 @given(data=st.data(), seed=seeds)
 def test_error_is_within_bounds(backend, data, seed):
-    starts = drawn_starts(data)
+    starts = random_starts(data)
     key_heads = data.draw(st.sampled_from([1, 2]))
     dims, mode, dtype, v_first, dht = data.draw(kinds(backend))
     rows, rest = problem(
@@ -189,9 +198,9 @@ def test_error_is_within_bounds(backend, data, seed):
 
 
 @given(data=st.data(), seed=seeds)
-def test_packed_is_dense(backend, data, seed):
-    """And so a sequence does not depend on its neighbours, its place or the number of chunks before it."""
-    starts = drawn_starts(data)
+def test_packed_equals_dense(backend, data, seed):
+    """So a sequence does not depend on its neighbors, its place or the number of earlier chunks."""
+    starts = random_starts(data)
     rows, rest = problem(starts[-1], mode=data.draw(st.sampled_from(["", "g gk"])), starts=starts, seed=seed)
     dh, dh0, dv2 = run(rows, rest)
     chunk = 0
@@ -204,7 +213,7 @@ def test_packed_is_dense(backend, data, seed):
         chunk += chunks
 
 
-def test_batch_and_heads_do_not_matter(backend):
+def test_batch_entries_and_heads_are_independent(backend):
     rows, rest = problem(150, 4, 2, batch=3)
     dh, dh0, dv2 = run(rows, rest)
     for b in range(3):
@@ -222,15 +231,15 @@ def test_batch_and_heads_do_not_matter(backend):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_neighbours_may_be_anything(backend, bad):
+def test_non_finite_neighbors_change_no_bit(backend, bad):
     starts = [0, 70, 100, 165]
     rows, rest = problem(165, starts=starts)
     want = run(rows, rest)
     for name in rows:
         rows[name][:, 70:100] = bad
     dh, dh0, dv2 = run(rows, rest)
-    for at in (slice(0, 2), slice(3, 5)):
-        assert_bitwise_equal(dh[:, at], want[0][:, at], "dh")
+    for chunks in (slice(0, 2), slice(3, 5)):
+        assert_bitwise_equal(dh[:, chunks], want[0][:, chunks], "dh")
     for i in (0, 2):
         assert_bitwise_equal(dh0[i], want[1][i], "dh0")
         assert_bitwise_equal(dv2[:, starts[i] : starts[i + 1]], want[2][:, starts[i] : starts[i + 1]], "dv2")
@@ -249,17 +258,21 @@ def test_empty_sequences(backend):
 def test_state_layouts_have_the_same_bits(backend):
     rows, rest = problem(130, k_dim=128)
     dh, dh0, dv2 = run(rows, rest)
-    turned = run(rows, rest | {"state_v_first": True, "dht": rest["dht"].transpose(-1, -2)})
-    assert_same((dh, dh0, dv2), (turned[0].transpose(-1, -2), turned[1].transpose(-1, -2), turned[2]), "state_v_first")
+    transposed = run(rows, rest | {"state_v_first": True, "dht": rest["dht"].transpose(-1, -2)})
+    assert_same(
+        (dh, dh0, dv2),
+        (transposed[0].transpose(-1, -2), transposed[1].transpose(-1, -2), transposed[2]),
+        "state_v_first",
+    )
 
 
 def test_strided_inputs_have_the_same_bits(backend):
     rows, rest = problem(130)
-    apart = {
+    strided = {
         name: torch.cat([t, t], 1)[:, :130] if name == "w" else t.transpose(1, 2).contiguous().transpose(1, 2)
         for name, t in rows.items()
     }
-    assert_same(run(apart, rest), run(rows, rest), "strided")
+    assert_same(run(strided, rest), run(rows, rest), "strided")
 
 
 def poisoned(t):
@@ -283,7 +296,7 @@ def test_every_element_is_written(backend, mode, starts, monkeypatch):
 
 
 def recurrence(q, k, v, beta, log_decay, h0, scale):
-    """A row at a time; log_decay [T] or [T, K]. Returns outputs and the final state."""
+    """Compute the rule token by token, with log_decay [T] or [T, K]; return outputs and the final state."""
     S, out = h0, []
     for t in range(len(q)):
         S = S * log_decay[t].exp().reshape(-1, 1)
@@ -293,7 +306,7 @@ def recurrence(q, k, v, beta, log_decay, h0, scale):
 
 
 def chunk_step(q, k, w, u, gates, S, scale):
-    """A chunk's outputs and the next state; gates [C] or [C, K], summed."""
+    """Return a chunk's outputs and the next state; `gates` [C] or [C, K] are cumulative sums."""
     G = gates if gates.ndim == 2 else gates[:, None]
     attention = ((q[:, None] * k[None] * (G[:, None] - G[None]).clamp(max=0.0).exp()).sum(-1)).tril()
     new = u - w @ S
@@ -304,15 +317,15 @@ def chunk_step(q, k, w, u, gates, S, scale):
 
 
 class States(torch.autograd.Function):
-    """The rule over chunks, one head; backward by the op, and what is left by a chunk's own derivative."""
+    """The chunked rule of one head; the op computes the state's backward, autograd the rest within each chunk."""
 
     @staticmethod
     def forward(ctx, q, k, w, u, gates, h0, scale):
         ctx.save_for_backward(q, k, w, u, gates, h0)
         ctx.scale = scale
         out, S = [], h0
-        for at in range(0, len(q), CHUNK):
-            o, S = chunk_step(*(t[at : at + CHUNK] for t in (q, k, w, u, gates)), S, scale)
+        for first in range(0, len(q), CHUNK):
+            o, S = chunk_step(*(t[first : first + CHUNK] for t in (q, k, w, u, gates)), S, scale)
             out.append(o)
         return torch.cat(out), S
 
@@ -320,16 +333,18 @@ class States(torch.autograd.Function):
     def backward(ctx, do, dht):
         q, k, w, u, gates, h0 = ctx.saved_tensors
         starts, states, local = range(0, len(q), CHUNK), [h0], []
-        for at in starts:
-            here = [t[at : at + CHUNK] for t in (q, k, w, u, gates)]
+        for first in starts:
+            here = [t[first : first + CHUNK] for t in (q, k, w, u, gates)]
             states.append(chunk_step(*here, states[-1], ctx.scale)[1])
-            with torch.enable_grad():  # of the new values within the chunk
+            with torch.enable_grad():  # gradient of the new values within the chunk
                 new = here[3].clone().requires_grad_()
                 o, _ = chunk_step(here[0], here[1], torch.zeros_like(here[2]), new, here[4], states[-2], ctx.scale)
-            local.append(torch.autograd.grad(o, new, do[at : at + CHUNK])[0])
+            local.append(torch.autograd.grad(o, new, do[first : first + CHUNK])[0])
         q_, k_, gate = q, k, {"g": gates[None, :, None]}
         if gates.ndim == 2:
-            last = torch.cat([gates[at : at + CHUNK][-1:].expand(len(gates[at : at + CHUNK]), -1) for at in starts])
+            last = torch.cat(
+                [gates[first : first + CHUNK][-1:].expand(len(gates[first : first + CHUNK]), -1) for first in starts]
+            )
             q_, k_, gate = q * gates.exp(), k * (last - gates).exp(), {"gk": gates[None, :, None]}
         dh, dh0, dv2 = chunk_gated_delta_rule_bwd_dhu(
             *(t[None, :, None] for t in (q_, k_, w, do, torch.cat(local))),
@@ -339,21 +354,21 @@ class States(torch.autograd.Function):
             need_dh0=True,
         )
         grads = []
-        for i, at in enumerate(starts):
+        for i, first in enumerate(starts):
             with torch.enable_grad():
-                leaves = [t[at : at + CHUNK].clone().requires_grad_() for t in (q, k, w, gates)]
-                outs = chunk_step(*leaves[:3], u[at : at + CHUNK], leaves[3], states[i], ctx.scale)
-            grads.append(torch.autograd.grad(outs, leaves, (do[at : at + CHUNK], dh[0, i, 0])))
+                leaves = [t[first : first + CHUNK].clone().requires_grad_() for t in (q, k, w, gates)]
+                outs = chunk_step(*leaves[:3], u[first : first + CHUNK], leaves[3], states[i], ctx.scale)
+            grads.append(torch.autograd.grad(outs, leaves, (do[first : first + CHUNK], dh[0, i, 0])))
         dq, dk, dw, dgates = (torch.cat(g) for g in zip(*grads, strict=True))
         return dq, dk, dw, dv2[0, :, 0], dgates, dh0[0, 0], None
 
 
 def chunked(q, k, v, beta, log_decay, h0, scale):
-    """The same as `recurrence`."""
+    """Compute the results of `recurrence` in chunks, with `States`."""
     W, U, gates = [], [], []
-    for at in range(0, len(q), CHUNK):
-        k_, v_, b = k[at : at + CHUNK], v[at : at + CHUNK], beta[at : at + CHUNK, None]
-        summed = log_decay[at : at + CHUNK].cumsum(0)
+    for first in range(0, len(q), CHUNK):
+        k_, v_, b = k[first : first + CHUNK], v[first : first + CHUNK], beta[first : first + CHUNK, None]
+        summed = log_decay[first : first + CHUNK].cumsum(0)
         G = summed if summed.ndim == 2 else summed[:, None]
         A = (b * (k_[:, None] * k_[None] * (G[:, None] - G[None]).clamp(max=0.0).exp()).sum(-1)).tril(-1)
         inverse = torch.linalg.inv(torch.eye(len(A)) + A)
@@ -373,21 +388,21 @@ def test_gradients_of_the_whole_rule(channels, t):
     do, dht = torch.randn(t, 64), torch.randn(64, 64)
     results = []
     for rule in (chunked, recurrence):
-        mine = [x.clone().requires_grad_() for x in leaves]
-        outs = rule(*mine, 0.125)
-        results.append([*outs, *torch.autograd.grad(outs, mine, (do, dht))])
+        own_leaves = [x.clone().requires_grad_() for x in leaves]
+        outs = rule(*own_leaves, 0.125)
+        results.append([*outs, *torch.autograd.grad(outs, own_leaves, (do, dht))])
     for name, a, b in zip(("o", "state", "q", "k", "v", "beta", "decay", "h0"), *results, strict=True):
         assert (a - b).norm() <= 2e-5 * b.norm(), name
 
 
-# Bad input.
+# Invalid input.
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"q": lambda t: t[..., :32]}, "q: head dimension 32"),
-        ({"do": lambda t: t[..., :48]}, "do: head dimension 48"),
+        ({"q": lambda t: t[..., :32]}, "q: head dimension must be one of 64, 128, 256, got 32"),
+        ({"do": lambda t: t[..., :48]}, "do: head dimension must be one of 64, 128, 256, got 48"),
         ({"q": lambda t: t[:, :-1]}, "k: expected shape"),
         ({"w": lambda t: t[:, :, :1]}, "w: expected shape"),
         ({"dv": lambda t: t[:, :-1]}, "dv: expected shape"),
@@ -395,31 +410,31 @@ def test_gradients_of_the_whole_rule(channels, t):
         ({"k": lambda t: t.to("meta")}, "k: device"),
         ({"q": lambda t: t[0]}, "q: expected 4 dimensions"),
         ({"q": lambda t: None}, "q: expected a tensor"),
-        ({name: (lambda t: t[:, :0]) for name in ("q", "k", "w", "do", "dv")}, "q: empty"),
-        ({"q": lambda t: t.repeat(1, 1, 3, 1)}, "q: 3 heads do not divide"),
+        ({name: (lambda t: t[:, :0]) for name in ("q", "k", "w", "do", "dv")}, "q: must not be empty"),
+        ({"q": lambda t: t.repeat(1, 1, 3, 1)}, "q: number of heads must divide do's .*, got 3"),
         ({"g": lambda t: t[:, :-1]}, "g: expected shape"),
         ({"g": lambda t: t.bfloat16()}, "g: dtype"),
         ({"gk": lambda t: t[..., 0]}, "gk: expected 4 dimensions"),
         ({"dht": lambda t: t[:, :, :32]}, "dht: expected shape"),
         ({"cu_seqlens": lambda t: torch.tensor([0, 90, 80, 130])}, "cu_seqlens: must not decrease"),
-        ({"cu_seqlens": lambda t: torch.tensor([0, 129])}, "cu_seqlens: ends at 129"),
+        ({"cu_seqlens": lambda t: torch.tensor([0, 129])}, "cu_seqlens: last entry must equal q's 130 rows, got 129"),
         ({"cu_seqlens": lambda t: torch.tensor([1, 130])}, "cu_seqlens: must begin with 0"),
-        ({"cu_seqlens": lambda t: torch.tensor([0])}, "cu_seqlens: no sequence"),
+        ({"cu_seqlens": lambda t: torch.tensor([0])}, "cu_seqlens: must have at least 2 entries, got 1"),
         ({"cu_seqlens": lambda t: torch.tensor([0.0, 130.0])}, "cu_seqlens: dtype"),
-        ({"cu_seqlens": lambda t: torch.tensor([0, 130]), "num_chunks": lambda t: 0}, "num_chunks: 0"),
-        ({"num_chunks": lambda t: 3}, "num_chunks: only packed"),
+        ({"cu_seqlens": lambda t: torch.tensor([0, 130]), "num_chunks": lambda t: 0}, "num_chunks: must be at least 1"),
+        ({"num_chunks": lambda t: 3}, "num_chunks: requires cu_seqlens, got 3"),
     ],
 )
-def test_bad_input(change, message):
+def test_invalid_input_is_rejected_by_name(change, message):
     rows, rest = problem(130)
     arguments = rows | rest
-    for name, how in change.items():
-        arguments[name] = how(arguments.get(name))
+    for name, replace in change.items():
+        arguments[name] = replace(arguments.get(name))
     with pytest.raises(InputError, match=message):
         chunk_gated_delta_rule_bwd_dhu(**arguments)
 
 
-def test_packed_sequences_lie_in_a_batch_of_one():
+def test_packed_sequences_need_a_batch_of_one():
     rows, rest = problem(130, batch=2)
     with pytest.raises(InputError, match="batch of 1"):
         run(rows, rest | {"cu_seqlens": torch.tensor([0, 130])})
@@ -428,7 +443,7 @@ def test_packed_sequences_lie_in_a_batch_of_one():
 # flash-linear-attention.
 
 
-def test_the_drop_in_takes_old_and_new_arguments():
+def test_drop_in_accepts_old_and_new_fla_arguments():
     starts = [0, 70, 130]
     rows, rest = problem(130, starts=starts, v_first=True)
     h0, indices = torch.zeros_like(rest["dht"]), torch.zeros(3, 2)
@@ -437,10 +452,10 @@ def test_the_drop_in_takes_old_and_new_arguments():
     old = fla.chunk_gated_delta_rule_bwd_dhu(**rows, **more, transpose_state_layout=True, use_exp2=False)
     assert_same(new, run(rows, rest | {"base2": True}), "new")
     assert_same(old, run(rows, rest), "old")
-    by_place = fla.chunk_gated_delta_rule_bwd_dhu(*rows.values(), h0, rest["dht"], None, True, rest["cu_seqlens"])
-    assert_same(by_place, new, "by place")
+    positional = fla.chunk_gated_delta_rule_bwd_dhu(*rows.values(), h0, rest["dht"], None, True, rest["cu_seqlens"])
+    assert_same(positional, new, "positional")
     assert fla.chunk_gated_delta_rule_bwd_dhu(**rows)[1] is None
-    with pytest.raises(InputError, match="chunk_size: 32"):
+    with pytest.raises(InputError, match="chunk_size: must be 64, got 32"):
         fla.chunk_gated_delta_rule_bwd_dhu(**rows, chunk_size=32)
 
 
@@ -454,13 +469,13 @@ def test_registered_with_flash_linear_attention():
         theirs.chunk_gated_delta_rule_bwd_dhu(**rows | {"g": rows["g"][:, 1:]}, scale=0.125)
 
 
-def test_what_is_left_to_flash_linear_attention():
+def test_unsupported_problems_are_left_to_flash_linear_attention():
     q, do = torch.zeros(1, 1, 1, 64, dtype=BF16), torch.zeros(1, 1, 1, 128, dtype=BF16)
-    assert fla._refused(q=q, do=do) is None
-    assert "head dimensions" in fla._refused(q=q[..., :32], do=do)
-    assert "dtype" in fla._refused(q=q.float(), do=do)
-    assert "chunk_size" in fla._refused(q=q, do=do, chunk_size=32)
-    assert "no backend" in fla._refused(q=q.to("meta"), do=do)
+    assert fla._unsupported(q=q, do=do) is None
+    assert "head dimensions" in fla._unsupported(q=q[..., :32], do=do)
+    assert "dtype" in fla._unsupported(q=q.float(), do=do)
+    assert "chunk_size" in fla._unsupported(q=q, do=do, chunk_size=32)
+    assert "no backend" in fla._unsupported(q=q.to("meta"), do=do)
 
 
 # On a GPU.
@@ -468,8 +483,8 @@ def test_what_is_left_to_flash_linear_attention():
 
 @gpu
 @pytest.mark.parametrize("mode, starts", [("", None), ("g gk", [0, 1, 700, 1500])])
-def test_no_further_off_than_flash_linear_attention(mode, starts):
-    """By the norm of what each is off from the recurrence in fp32."""
+def test_error_is_not_above_that_of_flash_linear_attention(mode, starts):
+    """Compare norms of the errors against the fp32 recurrence."""
     pytest.importorskip("fla")
     rows, rest = problem(1500, 4, 4, 128, 128, mode=mode, starts=starts)
     packed = {}
@@ -484,7 +499,7 @@ def test_no_further_off_than_flash_linear_attention(mode, starts):
     from fla.ops.common import chunk_delta_h
 
     rest |= {"base2": True, "scale": 0.1}
-    function = inspect.unwrap(chunk_delta_h.chunk_gated_delta_rule_bwd_dhu)  # whatever is registered with them
+    function = inspect.unwrap(chunk_delta_h.chunk_gated_delta_rule_bwd_dhu)  # skips registered replacements
     theirs = function(**rows, h0=rest["dht"], dht=rest["dht"], scale=0.1, **packed)
     ours = run(rows, rest)
     exact = [torch.empty_like(t, dtype=FP32) for t in ours]
@@ -528,22 +543,22 @@ def test_no_further_off_than_flash_linear_attention(mode, starts):
 def test_schedules_and_backends_have_the_same_bits(dims, mode, dtype, v_first, dht, monkeypatch):
     from alignkit.ops.gated_delta_rule import cuda as kernels
 
-    back = kernels.bwd_dhu
+    bwd_dhu = kernels.bwd_dhu
     rows, rest = problem(
         655, 4, 2, *dims, dtype=dtype, mode=mode, starts=[0, 1, 1, 130, 463, 655], v_first=v_first, dht=dht
     )
-    strong = {name: rows[name].cumsum(1) for name in mode.split()}  # until factors underflow
+    strong = {name: rows[name].cumsum(1) for name in mode.split()}  # so strong that factors underflow
     for gated in (rows, rows | strong):
         with dispatch.use("triton"):
             want = run(gated, rest)
         with dispatch.use("cuda"):
             for columns in (0, 32, 64, 128):
-                monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, columns=columns: back(*a, columns=columns))
+                monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, columns=columns: bwd_dhu(*a, columns=columns))
                 assert_same(run(gated, rest), want, f"{columns} columns")
 
 
-def assert_heads_are_their_own(rows, rest, heads):
-    """What each of `heads` gives among all is what it gives alone."""
+def assert_heads_are_independent(rows, rest, heads):
+    """Check that each head in `heads` gives the same bits among all heads as alone."""
     dh, dh0, dv2 = run(rows, rest)
     for head in heads:
         one = slice(head, head + 1)
@@ -554,15 +569,14 @@ def assert_heads_are_their_own(rows, rest, heads):
 @gpu
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
 @pytest.mark.parametrize("columns", [32, 64, 128])
-def test_schedules_take_states_in_turn(columns, monkeypatch):
-    """More of them than fit on the device at once."""
+def test_more_states_than_fit_on_the_device(columns, monkeypatch):
     from alignkit.ops.gated_delta_rule import cuda as kernels
 
-    back = kernels.bwd_dhu
+    bwd_dhu = kernels.bwd_dhu
     rows, rest = problem(130, 40, 40, 128, 128, batch=4)
-    monkeypatch.setattr(kernels, "bwd_dhu", lambda *a: back(*a, columns=columns))
+    monkeypatch.setattr(kernels, "bwd_dhu", lambda *a: bwd_dhu(*a, columns=columns))
     with dispatch.use("cuda"):
-        assert_heads_are_their_own(rows, rest, (0, 17, 39))
+        assert_heads_are_independent(rows, rest, (0, 17, 39))
 
 
 @gpu
@@ -582,28 +596,28 @@ def test_schedules_take_states_in_turn(columns, monkeypatch):
         ((128, 256), 4, [0, 1, 137, 190, 200]),
     ],
 )
-def test_clusters_that_share_a_state(dims, heads, starts, monkeypatch):
-    """About as many states as 132 multiprocessors hold by slices of 32: by clusters of 8, 4 or 2, or not at once."""
+def test_clusters_share_a_state(dims, heads, starts, monkeypatch):
+    """132 SMs hold about this many states in slices of 32, by clusters of 8, 4 or 2, or in several waves."""
     from alignkit.ops.gated_delta_rule import cuda as kernels
 
-    back = kernels.bwd_dhu
+    bwd_dhu = kernels.bwd_dhu
     for v_first in (False, True):
         rows, rest = problem(200, heads, heads, *dims, starts=starts, v_first=v_first)
         with dispatch.use("cuda"):
-            monkeypatch.setattr(kernels, "bwd_dhu", lambda *a: back(*a, columns=64))
+            monkeypatch.setattr(kernels, "bwd_dhu", lambda *a: bwd_dhu(*a, columns=64))
             want = run(rows, rest)
             for columns in (0, 32, 128):
-                monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, columns=columns: back(*a, columns=columns))
+                monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, columns=columns: bwd_dhu(*a, columns=columns))
                 assert_same(run(rows, rest), want, f"{columns} columns")
 
 
 @gpu
-def test_more_work_than_multiprocessors(backend):
-    assert_heads_are_their_own(*problem(100, 300, 300), (0, 131, 132, 299))
+def test_more_work_than_sms(backend):
+    assert_heads_are_independent(*problem(100, 300, 300), (0, 131, 132, 299))
 
 
 def many_sequences(sequences, heads, dims):
-    """Many short sequences, some of them empty, and a few long ones; and what each gives alone."""
+    """Return many short, empty and a few long sequences, and the results of each alone."""
     lengths = [(0, 64, 1 + 7 * i % 129, 65, 20)[i % 5] for i in range(sequences)]
     lengths[3], lengths[sequences // 2], lengths[-1] = 700, 1300, 400
     starts = [0, *itertools.accumulate(lengths)]
@@ -627,14 +641,14 @@ def many_sequences(sequences, heads, dims):
 )
 @pytest.mark.parametrize("sequences", [90, 300])
 def test_many_packed_sequences(sequences, dims, heads, monkeypatch):
-    """Several times as many as are worked on at once, so who computes which is a matter of chance."""
+    """The device processes only a fraction at once, so the assignment of sequences to CTAs varies between runs."""
     from alignkit.ops.gated_delta_rule import cuda as kernels
 
-    back = kernels.bwd_dhu
+    bwd_dhu = kernels.bwd_dhu
     with dispatch.use("cuda"):
         rows, rest, want = many_sequences(sequences, heads, dims)
         for columns in (32, 64, 128, 0):
-            monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, columns=columns: back(*a, columns=columns))
+            monkeypatch.setattr(kernels, "bwd_dhu", lambda *a, columns=columns: bwd_dhu(*a, columns=columns))
             for _ in range(5):
                 assert_same(run(rows, rest), want, f"{columns} columns")
         streams, got = [torch.cuda.Stream() for _ in range(2)], []
@@ -645,8 +659,10 @@ def test_many_packed_sequences(sequences, dims, heads, monkeypatch):
         torch.cuda.synchronize()
         for each in got:
             assert_same(each, want, "two streams at once")
-        run(rows, rest | {"cu_seqlens": rest["cu_seqlens"][torch.randperm(sequences + 1)]})  # nonsense, which ends
-        assert_same(run(rows, rest), want, "after nonsense")
+        run(
+            rows, rest | {"cu_seqlens": rest["cu_seqlens"][torch.randperm(sequences + 1)]}
+        )  # invalid, but must terminate
+        assert_same(run(rows, rest), want, "after invalid starts")
 
 
 @gpu
@@ -668,8 +684,8 @@ def test_many_packed_sequences_captured_in_a_graph(dims, heads):
 
 @gpu
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
-def test_queues_of_many_streams_beside_a_graph():
-    """More streams than there are counters."""
+def test_many_streams_beside_a_graph():
+    """Use more streams than the kernel has work counters."""
     with dispatch.use("cuda"):
         rows, rest, want = many_sequences(90, 4, (128, 128))
         graph = torch.cuda.CUDAGraph()
@@ -690,20 +706,20 @@ def test_queues_of_many_streams_beside_a_graph():
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("starts", [[0, 0, 64, 64, 194], [0, 1, 129, 449, 449, 513]])
-def test_states_that_lie_anywhere_in_memory(starts, v_first):
-    """dht and gates that begin at no multiple of 32 bytes."""
+def test_unaligned_states_have_the_same_bits(starts, v_first):
+    """Addresses of dht and gates are not multiples of 32 bytes."""
     rows, rest = problem(starts[-1], 40, 40, 128, 128, starts=starts, v_first=v_first)
 
-    def moved(t):
+    def unaligned(t):
         return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
 
     with dispatch.use("cuda"):
-        apart = run(rows | {name: moved(rows[name]) for name in ("g", "gk")}, rest | {"dht": moved(rest["dht"])})
-        assert_same(apart, run(rows, rest), "moved")
+        got = run(rows | {name: unaligned(rows[name]) for name in ("g", "gk")}, rest | {"dht": unaligned(rest["dht"])})
+        assert_same(got, run(rows, rest), "unaligned")
 
 
 @gpu
-def test_captured_in_a_graph_and_nothing_waits(backend):
+def test_graph_capture_without_synchronization(backend):
     rows, rest = problem(200, starts=[0, 1, 130, 200])
     rest["num_chunks"] = 6
     want = run(rows, rest)
@@ -725,8 +741,8 @@ def test_captured_in_a_graph_and_nothing_waits(backend):
 
 
 @gpu
-def test_wrong_cu_seqlens_touch_no_other_memory(backend):
-    """Nothing to compare: compute-sanitizer watches."""
+def test_wrong_cu_seqlens_access_no_other_memory(backend):
+    """compute-sanitizer checks the accesses."""
     for starts in ([-5, 300], [150, 20, 500], [0, 2**31 - 1], [2**31 - 1, 0]):
         rows, rest = problem(200, starts=[0, 200] if len(starts) == 2 else [0, 100, 200])
         rest |= {"cu_seqlens": torch.tensor(starts), "num_chunks": 2}

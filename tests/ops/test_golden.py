@@ -1,4 +1,7 @@
-"""The bits of the engines' ops, forward and backward, as they were when the contract's id was last changed."""
+"""Golden bits of the engines' ops, forward and backward, as of the last change of the contract id.
+
+The hashes are in alignkit/golden_*.json. A change of hashes is a change of the contract (CONTRIBUTING.md, "Rules").
+"""
 
 import functools
 import json
@@ -19,34 +22,34 @@ DEVICE = os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu")
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict:
+def golden_hashes() -> dict:
     return golden.load(dispatch.family(DEVICE))
 
 
 @pytest.mark.parametrize("family", families.FAMILIES, ids=lambda f: f.name)
-def test_every_case_is_kept(family):
+def test_every_case_has_golden_bits(family):
     assert golden.load(family).keys() == golden.CASES.keys()
 
 
 @pytest.mark.parametrize("case", golden.CASES)
-def test_bits_are_those_of_the_contract(kept, case):
-    assert golden.hashes(case, DEVICE) == kept[case]
+def test_bits_are_golden(golden_hashes, case):
+    assert golden.hashes(case, DEVICE) == golden_hashes[case]
 
 
 @pytest.mark.parametrize("case", [case for case in golden.CASES if "normed_rotations" in case])
-def test_norms_and_rotation_are_the_ops_one_after_the_other(case, kept, monkeypatch):
-    """On every family the same: no sum of squares depends on its order, and there are no zeros."""
+def test_qk_norm_rope_has_the_golden_bits_of_separate_ops(case, golden_hashes, monkeypatch):
+    """All families share these bits: no sum of squares depends on its order, and no value is zero."""
     assert golden.load(families.CPU)[case] == golden.load(families.SM90)[case]
     function, dtype = golden.CASES[case]
     found = function(golden.Inputs(DEVICE, dtype))
     assert all(bool(t.isfinite().all() and (t != 0).all()) for t in found)
     monkeypatch.setattr(golden.ops, "qk_norm_rope", separate)
-    assert golden.hashes(case, DEVICE) == kept[case]
+    assert golden.hashes(case, DEVICE) == golden_hashes[case]
 
 
 @pytest.mark.parametrize("case", [case for case in golden.CASES if "gated_delta_rule" in case])
-def test_the_cpus_gated_delta_rule_is_exact(case, monkeypatch):
-    """So no order of a sum can give other bits."""
+def test_golden_gated_delta_rule_of_the_cpu_is_exact(case, monkeypatch):
+    """Sums are exact, so their order changes no bit."""
     function, dtype = golden.CASES[case]
     found = function(golden.Inputs("cpu", dtype))
     assert all(bool(t.isfinite().all()) and len(t.unique()) > 4 for t in found)
@@ -55,7 +58,7 @@ def test_the_cpus_gated_delta_rule_is_exact(case, monkeypatch):
         assert_bitwise_equal(a, b)
 
 
-def test_new_cases_leave_the_old_ones(tmp_path, monkeypatch):
+def test_writing_new_cases_keeps_the_old_ones(tmp_path, monkeypatch):
     file = tmp_path / "golden.json"
     file.write_text(golden.path(families.CPU).read_text())
     monkeypatch.setattr(golden, "path", lambda _: file)
@@ -65,5 +68,5 @@ def test_new_cases_leave_the_old_ones(tmp_path, monkeypatch):
     golden.write("cpu")
     assert golden.load(families.CPU).keys() == {"norms float32", "new"}
     file.write_text(json.dumps(whole | {"sha256": {"norms float32": ["0" * 64]}}))
-    with pytest.raises(BackendError, match="norms float32: has other bits"):
+    with pytest.raises(BackendError, match="norms float32: bits differ from the stored ones"):
         golden.write("cpu")

@@ -1,4 +1,4 @@
-"""A row's bytes do not depend on what is computed beside it: batch, order, chunks, padding, paging."""
+"""A row's bits do not depend on the batch, its order, chunks, padding or paging."""
 
 import hypothesis.strategies as st
 import torch
@@ -13,7 +13,7 @@ from .helpers import CPU, dtypes, linear_dtypes, randn, seeds
 
 
 def assert_rowwise(function, x):
-    """`function` on all rows = on a permutation = on chunks = on single rows."""
+    """Check that `function` gives the same rows for all rows, a permutation, chunks and a single row."""
     whole = function(x)
     order = torch.randperm(len(x))
     assert_bitwise_equal(function(x[order]), whole[order], "another order")
@@ -24,7 +24,7 @@ def assert_rowwise(function, x):
 
 
 @given(m=st.integers(1, 300), n=st.integers(1, 200), k=st.integers(1, 40), dtype=linear_dtypes, seed=seeds)
-def test_linear(m, n, k, dtype, seed):
+def test_linear_rows_and_columns_are_independent(m, n, k, dtype, seed):
     k *= 16
     x, w, b = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype), randn(n, dtype=dtype)
     assert_rowwise(lambda x: ops.linear(x, w, b), x)
@@ -35,8 +35,8 @@ def test_linear(m, n, k, dtype, seed):
 
 
 @given(t=st.integers(1, 70), half=st.integers(1, 40), rest=st.integers(0, 40), dtype=dtypes, seed=seeds)
-def test_rope_of_a_part_of_the_head(t, half, rest, dtype, seed):
-    """It is rotated as a smaller head is, and what lies beyond it stays; back too, and in a wider tensor."""
+def test_partial_rope_equals_rope_of_a_smaller_head(t, half, rest, dtype, seed):
+    """The other dimensions stay unchanged; gradients and strided inputs too."""
     rotary = 2 * half
     x, g = (randn(t, 3, rotary + 2 * rest, dtype=dtype, seed=s) for s in (seed, seed + 1))
     positions, table = torch.randint(0, 50, (t,)), ops.rope_table(rotary, 50, 1e4, x.device)
@@ -51,7 +51,7 @@ def test_rope_of_a_part_of_the_head(t, half, rest, dtype, seed):
 
 
 @given(m=st.integers(1, 300), h=st.integers(1, 700), dtype=dtypes, seed=seeds)
-def test_rowwise_ops(m, h, dtype, seed):
+def test_elementwise_and_norm_rows_are_independent(m, h, dtype, seed):
     x, w = randn(m, h, dtype=dtype, seed=seed), randn(h, dtype=dtype)
     assert_rowwise(lambda x: ops.rms_norm(x, w, 1e-6), x)
     assert_rowwise(lambda x: torch.cat(ops.rms_norm(x, w, 1e-6, x.flip(-1)), -1), x)
@@ -65,8 +65,8 @@ def test_rowwise_ops(m, h, dtype, seed):
 
 
 @given(n=st.integers(1, 260), v=st.integers(1, 700), dtype=dtypes, seed=seeds)
-def test_linear_logp(n, v, dtype, seed):
-    """Also: a padded vocabulary, ignored rows, log_softmax, and logits given or not."""
+def test_linear_logp_rows_are_independent(n, v, dtype, seed):
+    """A padded vocabulary, ignored rows, given logits and log_softmax change no bit either."""
     h, w = randn(n, 48, dtype=dtype, seed=seed), randn(v, 48, dtype=dtype)
     target = torch.randint(0, v, (n,))
     rows = torch.cat([h.float(), target[:, None].float()], 1)
@@ -88,8 +88,8 @@ def test_linear_logp(n, v, dtype, seed):
 
 
 @given(n=st.integers(2, 60), dtype=dtypes, seed=seeds)
-def test_main_grad(n, dtype, seed):
-    """One chain over the rows of both passes; on a GPU, the sum of a chain for each."""
+def test_main_grad_accumulates_over_passes(n, dtype, seed):
+    """The CPU continues one chain over the rows of both passes; a GPU adds the chains of the passes."""
     h, w = randn(n, 48, dtype=dtype, seed=seed), randn(300, 48, dtype=dtype)
     target, g = torch.randint(0, 300, (n,)), randn(n)
     target[0] = -100
@@ -114,8 +114,8 @@ def test_main_grad(n, dtype, seed):
 
 
 @given(lens=st.lists(st.integers(1, 150), min_size=1, max_size=5), dtype=dtypes, seed=seeds)
-def test_attention_packing(lens, dtype, seed):
-    """Packed = alone = padded into one micro-batch."""
+def test_packed_attention_equals_each_sequence_in_isolation(lens, dtype, seed):
+    """Padding sequences into one micro-batch changes no bit either."""
     total, cu = sum(lens), torch.tensor([0, *lens]).cumsum(0)
     q, k, v = (randn(total, h, 32, dtype=dtype, seed=seed + h) for h in (4, 2, 2))
     packed = ops.attention(q, k, v, cu)
@@ -142,10 +142,10 @@ def test_attention_packing(lens, dtype, seed):
     dtype=dtypes,
     seed=seeds,
 )
-def test_rows_of_a_micro_batch_may_be_heads(length, batch, kv, group, dim, dtype, seed):
-    """[S, B, H, D] where it lies, within a joint tensor too, as one sequence of B x H heads; gradients too."""
+def test_micro_batch_rows_can_be_passed_as_heads(length, batch, kv, group, dim, dtype, seed):
+    """A strided [S, B, H, D] tensor equals one sequence of B x H heads, gradients included."""
     joint = randn(length, batch, kv, (group + 2) * dim, dtype=dtype, seed=seed)
-    g, seen = randn(length, batch, kv * group, dim, dtype=dtype), []
+    g, results = randn(length, batch, kv * group, dim, dtype=dtype), []
     for heads in (True, False):
         leaf = joint.clone().requires_grad_()
         q, k, v = leaf.split([group * dim, dim, dim], dim=-1)
@@ -157,8 +157,8 @@ def test_rows_of_a_micro_batch_may_be_heads(length, batch, kv, group, dim, dtype
             out = ops.attention(*(t.transpose(0, 1).flatten(0, 1) for t in (q, k, v)), starts)
             out = out.view(batch, length, *g.shape[2:]).transpose(0, 1)
         out.backward(g)
-        seen.append((out.detach().contiguous(), leaf.grad))
-    for name, one, other in zip(("outputs", "gradients"), *seen, strict=True):
+        results.append((out.detach().contiguous(), leaf.grad))
+    for name, one, other in zip(("outputs", "gradients"), *results, strict=True):
         assert_bitwise_equal(one, other, name)
 
 
@@ -168,8 +168,8 @@ def test_rows_of_a_micro_batch_may_be_heads(length, batch, kv, group, dim, dtype
     dtype=dtypes,
     seed=seeds,
 )
-def test_paged_attention(lens, block, dtype, seed):
-    """Prefill in chunks of any size and decode over a shuffled, partly poisoned cache = training's attention."""
+def test_paged_attention_equals_training(lens, block, dtype, seed):
+    """Prefill chunks of any size and decode over a shuffled cache with NaN in unused rows."""
     total, cu = sum(lens), torch.tensor([0, *lens]).cumsum(0)
     q, k, v = (randn(total, h, 32, dtype=dtype, seed=seed + h) for h in (4, 2, 2))
     want = ops.attention(q, k, v, cu)
@@ -200,8 +200,7 @@ def test_paged_attention(lens, block, dtype, seed):
 
 
 @given(lens=st.lists(st.integers(1, 90), min_size=2, max_size=4), dtype=dtypes, seed=seeds)
-def test_attention_gradients_of_a_sequence(lens, dtype, seed):
-    """dq, dk and dv of a sequence depend on that sequence alone."""
+def test_attention_gradients_depend_on_their_sequence_only(lens, dtype, seed):
     total, cu = sum(lens), torch.tensor([0, *lens]).cumsum(0)
     q, k, v = (randn(total, h, 32, dtype=dtype, seed=seed + h) for h in (4, 2, 2))
     d_out = randn(total, 4, 32, dtype=dtype)
@@ -219,8 +218,8 @@ def test_attention_gradients_of_a_sequence(lens, dtype, seed):
 
 
 @given(n=st.integers(2, 300), dtype=dtypes, seed=seeds)
-def test_gradients_and_padding(n, dtype, seed):
-    """dhidden of a row depends on that row; dweight on the valid rows in their order, wherever padding stands."""
+def test_head_gradients_do_not_depend_on_padding(n, dtype, seed):
+    """A row of dhidden depends only on its row; dweight depends only on the valid rows and their order."""
     h, w = randn(n, 32, dtype=dtype, seed=seed), randn(300, 32, dtype=dtype)
     target, g = torch.randint(0, 300, (n,)), randn(n)
 
@@ -244,7 +243,7 @@ def test_gradients_and_padding(n, dtype, seed):
 
 
 @given(m=st.integers(1, 40), k=st.integers(1, 300), n=st.integers(1, 40), dtype=dtypes, seed=seeds)
-def test_accumulating_products_continue_the_chain(m, k, n, dtype, seed):
+def test_accumulation_continues_the_chain(m, k, n, dtype, seed):
     a, b = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype)
     cut = int(torch.randint(0, k + 1, ())) if CPU else int(torch.randint(0, k // 16 + 1, ())) * 16
     part, rest = matmul(a[:, :cut], b[:, :cut]), matmul(a[:, cut:], b[:, cut:])

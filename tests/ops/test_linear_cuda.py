@@ -1,4 +1,7 @@
-"""cuBLASLt may compute a chain only by algorithms that have shown the chain's bits."""
+"""Linear on a GPU: all kernels give the same bits, and cuBLASLt runs only algorithms that passed a trial for them.
+
+Tests without the mark `gpu` run on a CPU, with classes in place of cublaslt.py's `_Product` and `_Trial`.
+"""
 
 import logging
 import random
@@ -25,7 +28,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """Nothing decided yet."""
+    """Clear all cached decisions."""
     monkeypatch.setattr(linear_ops, "_launches", {})
     monkeypatch.setattr(cublaslt, "_launchers", {})
     monkeypatch.setattr(cublaslt, "_algorithms", {})
@@ -33,7 +36,7 @@ def fresh(monkeypatch):
 
 
 def operands(m, n, k, a_by_k=True, b_by_k=True, pad=0, dtype=BF16):
-    """a [m, k] and b [n, k]; `pad` elements lie between rows (or columns)."""
+    """Return a [m, k] and b [n, k], with `pad` elements between rows (or columns)."""
     a, b = (
         randn(rows, k + pad, dtype=dtype)[:, :k] if by_k else randn(k, rows + pad, dtype=dtype)[:, :rows].t()
         for rows, by_k in ((m, a_by_k), (n, b_by_k))
@@ -41,16 +44,16 @@ def operands(m, n, k, a_by_k=True, b_by_k=True, pad=0, dtype=BF16):
     return a, b
 
 
-def asked_of(a, b, bias, out, accumulate):
-    """What cuBLASLt is asked, or None if that is not for it."""
+def cublaslt_problem(a, b, bias, out, accumulate):
+    """Return the problem for cuBLASLt, or None if cuBLASLt does not support it."""
     p = Product.of(families.TRITON, a, b, 1, bias, out, accumulate)
-    return cublaslt.problem(p) if cublaslt.refuses(p) is None else None
+    return cublaslt.problem(p) if cublaslt.rejects(p) is None else None
 
 
-def launched(a, b, bias, out, accumulate) -> bool:
-    """Whether cuBLASLt computes it, which it then has."""
+def launch_cublaslt(a, b, bias, out, accumulate) -> bool:
+    """Compute the product by cuBLASLt; return False if it declines."""
     p = Product.of(families.TRITON, a, b, 1, bias, out, accumulate)
-    launch = cublaslt.prepare(p) if cublaslt.refuses(p) is None else None
+    launch = cublaslt.prepare(p) if cublaslt.rejects(p) is None else None
     if launch is not None:
         launch(a, b, bias, out)
     return launch is not None
@@ -65,15 +68,15 @@ def by_triton(a, b, out_dtype=BF16, base=None, bias=None):
 
 
 def by_cublaslt(a, b, out_dtype=BF16, base=None, bias=None):
-    """None if cuBLASLt declines."""
+    """Return cuBLASLt's result, or None if it declines."""
     out = torch.full((a.shape[0], b.shape[0]), float("nan"), dtype=out_dtype) if base is None else base.clone()
-    return out if launched(a, b, bias, out, base is not None) else None
+    return out if launch_cublaslt(a, b, bias, out, base is not None) else None
 
 
 @pytest.mark.parametrize("a_by_k,b_by_k", [(True, True), (True, False), (False, False), (False, True)])
-def test_problem_says_which_dimension_is_contiguous(a_by_k, b_by_k):
+def test_problem_describes_operands_and_trial(a_by_k, b_by_k):
     a, b = operands(40, 24, 64, a_by_k, b_by_k, pad=8)
-    p = asked_of(a, b, None, torch.empty(40, 24, dtype=BF16), False)
+    p = cublaslt_problem(a, b, None, torch.empty(40, 24, dtype=BF16), False)
     assert p[1:] == (
         40,
         24,
@@ -106,19 +109,19 @@ def test_problem_says_which_dimension_is_contiguous(a_by_k, b_by_k):
         (2**20, 128, 512),
     ],
 )
-def test_a_trial_has_the_problems_k_and_a_bound(k, m, n):
-    """Of memory: a long k has fewer outputs, but never so few that they are one tile."""
+def test_trial_has_the_problems_k_and_bounded_memory(k, m, n):
+    """A trial with a long k has fewer outputs, but always more than one tile."""
     a, b = operands(1, 8, 8)
-    p = asked_of(a, b, None, torch.empty(1, 8), False)._replace(m=5000, n=6144, k=k)
+    p = cublaslt_problem(a, b, None, torch.empty(1, 8), False)._replace(m=5000, n=6144, k=k)
     trial = cublaslt._trial_of(p)
     assert (trial.m, trial.n, trial.k) == (m, n, k)
     assert (m + n) * k <= 2**26 or (m, n) == (128, 512)
     assert cublaslt._trial_of(p._replace(m=3, n=40))[1:4] == (4, 64, k)
 
 
-def test_a_single_row_may_have_any_stride():
+def test_single_row_may_have_any_stride():
     a, b = operands(1, 24, 64)
-    p = asked_of(a.as_strided((1, 64), (3, 1)), b, None, torch.empty(1, 24), True)
+    p = cublaslt_problem(a.as_strided((1, 64), (3, 1)), b, None, torch.empty(1, 24), True)
     assert (p.lda, p.ldc) == (64, 24) and p.accumulate
 
 
@@ -141,7 +144,7 @@ def test_a_single_row_may_have_any_stride():
         "bias's address",
     ],
 )
-def test_problems_that_are_left_to_triton(case):
+def test_unsupported_operands_are_left_to_triton(case):
     a, b = operands(40, 24, 64)
     out, bias = torch.zeros(40, 24), None
     if case == "fp32":
@@ -172,46 +175,46 @@ def test_problems_that_are_left_to_triton(case):
         bias = randn(24, 2)[:, 0]
     elif case == "bias's address":
         bias = randn(25)[1:]
-    assert asked_of(a, b, bias, out, False) is None
+    assert cublaslt_problem(a, b, bias, out, False) is None
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("out_dtype", [FP32, None])
-def test_problems_with_a_bias(dtype, out_dtype):
+def test_bias_is_supported_without_accumulation(dtype, out_dtype):
     a, b = operands(40, 24, 64, dtype=dtype)
     out = torch.empty(40, 24, dtype=out_dtype or dtype)
-    p = asked_of(a, b, randn(24, dtype=out.dtype), out, False)
+    p = cublaslt_problem(a, b, randn(24, dtype=out.dtype), out, False)
     assert p.bias and (p.dtype, p.out_dtype) == (dtype, out.dtype)
-    assert asked_of(a, b, randn(24, dtype=out.dtype), out, True) is None
+    assert cublaslt_problem(a, b, randn(24, dtype=out.dtype), out, True) is None
 
 
-def test_decisions(fresh, monkeypatch):
-    """A new problem waits while a graph is captured; afterwards it is decided once, and a refusal is remembered too."""
+def test_decision_is_deferred_and_made_once(fresh, monkeypatch):
+    """A new problem is not decided during graph capture; later it is decided once, and a rejection is cached too."""
     a, b = operands(40, 24, 64)
     out = torch.zeros(40, 24)
-    capturing, asked, calls = [True], [], []
+    capturing, decided, calls = [True], [], []
     monkeypatch.setattr(cublaslt, "_library", lambda: object())
     monkeypatch.setattr(cublaslt, "stream", lambda device: 7)
     monkeypatch.setattr(cublaslt, "_chain", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", a.get_device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     answers = [None, lambda *addresses: calls.append(addresses)]
-    monkeypatch.setattr(cublaslt, "_decide", lambda p, chain: asked.append(p) or answers[p.accumulate])
+    monkeypatch.setattr(cublaslt, "_decide", lambda p, chain: decided.append(p) or answers[p.accumulate])
     for accumulate in (False, True):
-        assert not launched(a, b, None, out, accumulate)
-    assert not asked
+        assert not launch_cublaslt(a, b, None, out, accumulate)
+    assert not decided
     capturing[0] = False
     for _ in range(2):
-        assert not launched(a, b, None, out, False)
-        assert launched(a, b, None, out, True)
+        assert not launch_cublaslt(a, b, None, out, False)
+        assert launch_cublaslt(a, b, None, out, True)
     capturing[0] = True
-    assert launched(a, b, None, out, True)
-    assert [p.accumulate for p in asked] == [False, True]
+    assert launch_cublaslt(a, b, None, out, True)
+    assert [p.accumulate for p in decided] == [False, True]
     assert calls == [(a.data_ptr(), b.data_ptr(), 0, out.data_ptr(), 7)] * 3
 
 
 def trials(monkeypatch, passes):
-    """Trials have no operands; `passes` is asked of the algorithm and the problem."""
+    """Replace trials by `passes(algorithm, problem)`, without operands."""
 
     class Trial:
         def __init__(self, p, chain):
@@ -220,55 +223,54 @@ def trials(monkeypatch, passes):
     monkeypatch.setattr(cublaslt, "_Trial", Trial)
 
 
-def test_admission(fresh, monkeypatch, caplog):
-    """Splits of k are not tried; a failure is named, remembered, and the next suggestion taken."""
+def test_failed_algorithm_is_logged_once_and_skipped(fresh, monkeypatch, caplog):
+    """Algorithms that split k are not tried; after a failure, the next suggestion is tried."""
     caplog.set_level(logging.INFO, cublaslt.__name__)
     a, b = operands(40, 24, 64)
-    p = asked_of(a, b, None, torch.empty(40, 24), False)
-    says = {
+    p = cublaslt_problem(a, b, None, torch.empty(40, 24), False)
+    configurations = {
         b"split": {"split_k": 4, "reduction": 0},
         b"reduces": {"split_k": 1, "reduction": 2},
         b"wrong": {"id": 11, "split_k": 1, "reduction": 0},
         b"right": {"id": 12, "split_k": 1, "reduction": 0},
     }
     tried = []
-    monkeypatch.setattr(cublaslt, "configuration", says.__getitem__)
+    monkeypatch.setattr(cublaslt, "configuration", configurations.__getitem__)
     trials(monkeypatch, lambda algorithm, _: tried.append(algorithm) or algorithm == b"right")
     for _ in range(2):
-        assert list(cublaslt._admitted(p, list(says), None)) == [b"right"]
+        assert list(cublaslt._admitted(p, list(configurations), None)) == [b"right"]
     assert tried == [b"wrong", b"right"]
     refusals = [r.getMessage() for r in caplog.records]
-    assert len(refusals) == 1 and "'id': 11" in refusals[0] and "refused" in refusals[0]
+    assert len(refusals) == 1 and "'id': 11" in refusals[0] and "failed the trial" in refusals[0]
 
 
-def test_an_algorithm_is_tried_once_at_each_k(fresh, monkeypatch):
-    """Also at those that are alike in their last 64, and what it shows at one says nothing of another. What is remembered
-    has a bound."""
+def test_algorithm_is_tried_once_per_k(fresh, monkeypatch):
+    """Values of k that agree modulo 64 need separate trials too. The number of cached verdicts is bounded."""
     a, b = operands(40, 24, 64)
-    p = asked_of(a, b, None, torch.empty(40, 24), False)
+    p = cublaslt_problem(a, b, None, torch.empty(40, 24), False)
     tried = []
     monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: {"split_k": 1, "reduction": 0})
     trials(monkeypatch, lambda algorithm, p: tried.append(p.k) or p.k < 5000)
     for k in (1024, 4096, 4096 + 64, 8192, 4096, 1024, 8192):
         assert list(cublaslt._admitted(p._replace(k=k), [b"one"], None)) == ([b"one"] if k < 5000 else [])
     assert tried == [1024, 4096, 4096 + 64, 8192]
-    monkeypatch.setattr(cublaslt, "_MOST", 3)
+    monkeypatch.setattr(cublaslt, "_CACHE_SIZE", 3)
     list(cublaslt._admitted(p._replace(k=16), [b"one"], None))
     assert len(cublaslt._verdicts) == 1
 
 
 @pytest.mark.parametrize("most", [1, 8, 257, 5000])
-def test_a_few_numbers_of_rows_stand_for_all(most):
+def test_warmup_rows_cover_all_row_counts(most):
     rows = range(1, most + 1)
-    assert all(m <= cublaslt.rounded(m) < m + (8 if m <= 512 else m / 32) for m in rows)
-    ladder = cublaslt.ladder(most)
-    assert ladder[0] == 1 and ladder[-1] == most and len(set(ladder)) == len(ladder) <= 32 * most.bit_length()
-    assert {cublaslt.rounded(m) for m in ladder} == {cublaslt.rounded(m) for m in rows}
+    assert all(m <= cublaslt.round_up_rows(m) < m + (8 if m <= 512 else m / 32) for m in rows)
+    counts = cublaslt.warmup_rows(most)
+    assert counts[0] == 1 and counts[-1] == most and len(set(counts)) == len(counts) <= 32 * most.bit_length()
+    assert {cublaslt.round_up_rows(m) for m in counts} == {cublaslt.round_up_rows(m) for m in rows}
 
 
 @pytest.mark.parametrize("a_by_k", [True, False])
-def test_algorithms_are_tried_at_rounded_rows_and_asked_for_at_a_products_own(fresh, monkeypatch, a_by_k):
-    """At its own rows nothing is tried: the first that is not refused is taken if it has passed, by whatever rows."""
+def test_algorithms_are_tried_only_at_rounded_row_counts(fresh, monkeypatch, a_by_k):
+    """A product's own suggestions are not tried: the first one without a failure is used if it has passed."""
     tried = []
 
     class Product:
@@ -278,7 +280,7 @@ def test_algorithms_are_tried_at_rounded_rows_and_asked_for_at_a_products_own(fr
         def suggestions(self):
             return [b"refused", b"%d" % self.problem.m, b"last"]
 
-        def takes(self, algorithm):
+        def supports(self, algorithm):
             return self.problem.m != 4999
 
         def launcher(self, algorithm):
@@ -292,7 +294,7 @@ def test_algorithms_are_tried_at_rounded_rows_and_asked_for_at_a_products_own(fr
     monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: {"split_k": 1, "reduction": 0})
     trials(monkeypatch, passes)
     a, b = operands(8, 24, 64, a_by_k)
-    p = asked_of(a, b, None, torch.empty(8, 24), False)
+    p = cublaslt_problem(a, b, None, torch.empty(8, 24), False)
     ld = 64 if a_by_k else 5120
 
     def decide(m):
@@ -304,32 +306,34 @@ def test_algorithms_are_tried_at_rounded_rows_and_asked_for_at_a_products_own(fr
     list(cublaslt._admitted(like, [b"4998"], None))
     assert decide(4998) == (4998, b"4998") and decide(4997) == (4997, b"5120")
     assert tried == [b"refused", b"5120", b"4998"]
-    assert decide(4999) == (4999, b"4999"), "what was found at the rounded rows does not do these"
+    assert decide(4999) == (4999, b"4999"), "the algorithm found at the rounded rows does not support these rows"
     assert tried[3:] == [b"4999"]
 
 
-def test_tiles_have_the_numbers_of_cublaslt():
+def test_tile_ids_match_cublaslt():
     from alignkit.ops.linear import waves
 
     some = {1: (8, 8), 29: (128, 160), 35: (256, 32), 36: (8, 128), 133: (72, 640), 164: (112, 64), 209: (192, 192)}
     some |= {248: (320, 128), 311: (768, 64), 312: (64, 16), 321: (64, 112), 398: (128, 56), 421: (128, 288)}
     some |= {447: (128, 512), 467: (192, 176), 502: (256, 160), 548: (384, 104), 630: (768, 80)}
     assert {i: waves.tiles()[i - 1] for i in some} == some and len(waves.tiles()) == 630
-    # 448 x 64 is one round for 698 rows by 5120 outputs, but a narrow tile: it took twice the time of 192 x 192.
+    # 448 x 64 is one wave for 698 rows by 5120 outputs, but a narrow tile: it took twice the time of 192 x 192.
     assert waves.microseconds(698, 5120, 6912, 272) > waves.microseconds(698, 5120, 6912, 209)  # pyright: ignore[reportOptionalOperand]
     assert waves.microseconds(300, 64, 64, 0) is None and waves.microseconds(300, 64, 64, 631) is None
 
 
-def test_suggestions_for_many_rows_are_taken_by_their_rounds(fresh, monkeypatch):
-    """299 rows by 13824 outputs are 44 x 3 tiles of 320 x 128, as many as there are multiprocessors, of which much is outside;
-    54 x 2 of 256 x 152 take less."""
+def test_suggestions_for_many_rows_are_ordered_by_waves(fresh, monkeypatch):
+    """Fuller tiles win: 299 rows by 13824 outputs are one wave of 44 x 3 tiles of 320 x 128, partly out of range.
+
+    54 x 2 tiles of 256 x 152 take less time.
+    """
     monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: {"tile": int(algorithm)})
-    p = asked_of(*operands(299, 8, 5120), None, torch.empty(299, 8, dtype=BF16), False)._replace(n=13824)
+    p = cublaslt_problem(*operands(299, 8, 5120), None, torch.empty(299, 8, dtype=BF16), False)._replace(n=13824)
     suggested = [b"248", b"502", b"501"]
     assert cublaslt._ordered(p, suggested) == [b"501", b"502", b"248"]
     for other in (p._replace(m=256), p._replace(a_by_k=False), p._replace(out_dtype=FP32)):
         assert cublaslt._ordered(other, suggested) == suggested
-    assert cublaslt._ordered(p, [*suggested, b"0"]) == [*suggested, b"0"], "a tile that is not known"
+    assert cublaslt._ordered(p, [*suggested, b"0"]) == [*suggested, b"0"], "an unknown tile"
 
     class Product:
         def __init__(self, p):
@@ -338,7 +342,7 @@ def test_suggestions_for_many_rows_are_taken_by_their_rounds(fresh, monkeypatch)
         def suggestions(self):
             return suggested
 
-        def takes(self, algorithm):
+        def supports(self, algorithm):
             return True
 
         def launcher(self, algorithm):
@@ -349,17 +353,18 @@ def test_suggestions_for_many_rows_are_taken_by_their_rounds(fresh, monkeypatch)
     monkeypatch.setattr(cublaslt, "_Product", Product)
     refused, tried = {b"501", b"502"}, []
     trials(monkeypatch, lambda algorithm, _: tried.append(algorithm) or algorithm not in refused)
-    assert cublaslt._decide(p._replace(m=cublaslt.rounded(299)), None) == b"248" and tried == [b"501", b"502", b"248"]
-    assert cublaslt._decide(p, None) == b"248" and tried[3:] == [], "at its own rows nothing is tried"
+    assert cublaslt._decide(p._replace(m=cublaslt.round_up_rows(299)), None) == b"248"
+    assert tried == [b"501", b"502", b"248"]
+    assert cublaslt._decide(p, None) == b"248" and tried[3:] == [], "its own rows need no trial"
     cublaslt._verdicts[b"502", cublaslt._trial_of(p)] = True
-    assert cublaslt._decide(p._replace(m=298), None) == b"502", "the fastest of those that have passed"
+    assert cublaslt._decide(p._replace(m=298), None) == b"502", "the fastest algorithm that passed"
 
 
 @pytest.mark.parametrize("verdicts", [{}, {b"refused": False}, {b"passed": True}, {b"refused": False, b"passed": True}])
 @pytest.mark.parametrize("rows", range(1, 1100, 61))
-def test_no_algorithm_is_taken_that_has_not_passed(fresh, monkeypatch, verdicts, rows):
-    """So that bits do not depend on which is taken: whatever is suggested at whichever rows, and whatever was tried before."""
-    drawn = random.Random(rows)
+def test_only_algorithms_that_passed_are_used(fresh, monkeypatch, verdicts, rows):
+    """This holds for any suggestions, rows and earlier trials, so bits do not depend on the algorithm."""
+    rng = random.Random(rows)
     names = [b"refused", b"passed", b"also refused", b"also passed"]
 
     class Product:
@@ -367,10 +372,10 @@ def test_no_algorithm_is_taken_that_has_not_passed(fresh, monkeypatch, verdicts,
             self.problem = p
 
         def suggestions(self):
-            return drawn.sample(names, drawn.randint(0, len(names)))
+            return rng.sample(names, rng.randint(0, len(names)))
 
-        def takes(self, algorithm):
-            return drawn.random() < 0.5
+        def supports(self, algorithm):
+            return rng.random() < 0.5
 
         def launcher(self, algorithm):
             return algorithm
@@ -379,14 +384,14 @@ def test_no_algorithm_is_taken_that_has_not_passed(fresh, monkeypatch, verdicts,
     monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: {"split_k": 1, "reduction": 0})
     trials(monkeypatch, lambda algorithm, _: b"passed" in algorithm)
     a, b = operands(8, 24, 64)
-    p = asked_of(a, b, None, torch.empty(8, 24), False)._replace(m=rows)
+    p = cublaslt_problem(a, b, None, torch.empty(8, 24), False)._replace(m=rows)
     cublaslt._verdicts.update({(name, cublaslt._trial_of(p)): said for name, said in verdicts.items()})
     for m in range(rows, rows + 20):
         assert cublaslt._decide(p._replace(m=m), None) in (None, b"passed", b"also passed")
 
 
 @gpu
-@settings(max_examples=10)  # of which each may compile several kernels
+@settings(max_examples=10)  # each example may compile several kernels
 @given(
     m=st.integers(1, 700),
     n=st.sampled_from([8, 37, 208]),
@@ -399,9 +404,9 @@ def test_no_algorithm_is_taken_that_has_not_passed(fresh, monkeypatch, verdicts,
     with_bias=st.booleans(),
     seed=seeds,
 )
-def test_providers_agree(m, n, k, a_by_k, b_by_k, pad, dtype, fp32_out, with_bias, seed):
+def test_providers_have_the_same_bits(m, n, k, a_by_k, b_by_k, pad, dtype, fp32_out, with_bias, seed):
     torch.manual_seed(seed)
-    if not a_by_k and pad % 2 == 0:  # such as cuBLASLt takes
+    if not a_by_k and pad % 2 == 0:  # strides that cuBLASLt supports
         m *= 8
     a, b = operands(m, n, k, a_by_k, b_by_k, pad=4 * pad, dtype=dtype)
     out_dtype = FP32 if fp32_out else dtype
@@ -422,9 +427,11 @@ def test_providers_agree(m, n, k, a_by_k, b_by_k, pad, dtype, fp32_out, with_bia
 
 @gpu
 @pytest.mark.parametrize("k", [1, 16, 64])
-def test_sums_are_not_folded_into_the_product(k):
-    """`x + (0 + p)` is not `x + p` for a product p that takes several roundings. A chain of a single step invites a
-    compiler to it."""
+def test_additions_are_not_fused_into_the_product(k):
+    """`x + (0 + p)` differs from `x + p` for a product p of several roundings.
+
+    A compiler may fuse the addition if the chain has a single step.
+    """
     from alignkit.ops.linear.triton import tiles
 
     a, b = operands(48, 40, k)
@@ -458,7 +465,7 @@ def test_sums_are_not_folded_into_the_product(k):
     ],
 )
 @pytest.mark.parametrize("out_dtype", [FP32, BF16])
-def test_cublaslt_takes_the_usual_products(m, n, k, a_by_k, b_by_k, out_dtype):
+def test_cublaslt_computes_common_products(m, n, k, a_by_k, b_by_k, out_dtype):
     a, b = operands(m, n, k, a_by_k, b_by_k)
     got = by_cublaslt(a, b, out_dtype)
     assert got is not None, "no algorithm was admitted"
@@ -479,20 +486,20 @@ def test_cublaslt_adds_the_bias(m, dtype):
 @gpu
 @pytest.mark.parametrize("k", [1088, 4096, 12288, 26216, 151936])
 @pytest.mark.parametrize("by_k", [True, False])
-def test_an_algorithm_is_tried_at_the_k_it_is_used_for(fresh, k, by_k):
+def test_algorithm_is_tried_at_the_k_of_its_product(fresh, k, by_k):
     a, b = operands(600, 2056, k, by_k, by_k)
     torch.cuda.synchronize()
-    held, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()
+    allocated, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()
     out = torch.empty(600, 2056, dtype=BF16)
-    assert launched(a, b, None, out, False), "no algorithm was admitted"
+    assert launch_cublaslt(a, b, None, out, False), "no algorithm was admitted"
     assert {trial.k for _, trial in cublaslt._verdicts} == {k}
-    assert torch.cuda.max_memory_allocated() - held < 2**29
+    assert torch.cuda.max_memory_allocated() - allocated < 2**29
     assert_bitwise_equal(out, by_triton(a, b))
 
 
 @gpu
-def test_an_algorithm_that_goes_wrong_at_a_long_k_is_refused_there(fresh, monkeypatch):
-    """As one would that splits k only where it is long."""
+def test_algorithm_that_fails_at_a_long_k_is_rejected_there(fresh, monkeypatch):
+    """An algorithm that splits only a long k would fail this way."""
     launcher = cublaslt._Product.launcher
     split = split_in_two(launcher)
     monkeypatch.setattr(
@@ -508,7 +515,7 @@ def test_an_algorithm_that_goes_wrong_at_a_long_k_is_refused_there(fresh, monkey
 
 
 def split_in_two(launcher):
-    """The product by two chains over half of k each, as an algorithm that splits k has it."""
+    """Return a launcher that adds two chains over half of k, as an algorithm that splits k does."""
 
     def planted(self, algorithm):
         half = self.problem.k // 2
@@ -529,7 +536,7 @@ def split_in_two(launcher):
 @gpu
 @pytest.mark.parametrize("m", [1, 300])
 @pytest.mark.parametrize("out_dtype", [FP32, BF16])
-def test_an_algorithm_with_other_bits_is_refused_and_named(fresh, monkeypatch, caplog, m, out_dtype):
+def test_algorithm_with_other_bits_is_rejected_and_logged(fresh, monkeypatch, caplog, m, out_dtype):
     caplog.set_level(logging.INFO, cublaslt.__name__)
     a, b = operands(m, 1024, 1024)
     with monkeypatch.context() as patch:
@@ -538,14 +545,14 @@ def test_an_algorithm_with_other_bits_is_refused_and_named(fresh, monkeypatch, c
         assert_bitwise_equal(matmul(a, b, out_dtype=out_dtype), by_triton(a, b, out_dtype))
     assert cublaslt._verdicts and not any(cublaslt._verdicts.values())
     assert len(caplog.records) == len(cublaslt._verdicts)
-    assert all("'split_k'" in r.getMessage() and "refused" in r.getMessage() for r in caplog.records)
+    assert all("'split_k'" in r.getMessage() and "failed the trial" in r.getMessage() for r in caplog.records)
 
 
 @gpu
 @pytest.mark.parametrize("m", [8, 256])
 @pytest.mark.parametrize("known", [True, False])
-def test_capture(fresh, m, known):
-    """Graphs replay the same bits, whether the problem was decided before the capture or not."""
+def test_graph_replays_the_same_bits(fresh, m, known):
+    """The problem may be decided before the capture or not."""
     from alignkit.ops.linear.triton import tiles
 
     a, b = operands(m, 1024, 1024)
@@ -553,7 +560,7 @@ def test_capture(fresh, m, known):
     if known:
         matmul(a, b, out_dtype=BF16)
     else:
-        tiles(a, b, 1, None, out, False)  # compiles what the capture will launch
+        tiles(a, b, 1, None, out, False)  # compiles the captured kernel
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out.copy_(matmul(a, b, out_dtype=BF16))
@@ -565,7 +572,7 @@ def test_capture(fresh, m, known):
 
 
 def cuda_kernels():
-    if dispatch.name("cuda") != "cuda":
+    if dispatch.backend_of("cuda") != "cuda":
         pytest.skip("the CUDA kernels are not built")
     from alignkit.ops.linear import cuda
 
@@ -583,8 +590,7 @@ def cuda_kernels():
     out_dtype=st.sampled_from([FP32, BF16]),
     seed=seeds,
 )
-def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
-    """However the leaves are dealt out."""
+def test_small_m_trees_have_the_same_bits_for_every_split(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
     kernels = cuda_kernels()
     from alignkit.ops.linear.triton import tiles
 
@@ -592,10 +598,10 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
     (a, b), bias = operands(m, n, leaf * leaves, pad=pad), randn(n, dtype=BF16) if has_bias else None
     want = torch.empty(m, n, dtype=out_dtype)
     tiles(a, b, leaves, bias, want, False)
-    for how in kernels.deals(m, leaves):
+    for split in kernels.splits(m, leaves):
         got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
-        kernels.tree(leaves, how, a, b, bias, got)
-        assert_bitwise_equal(got, want, str(how))
+        kernels.tree(leaves, split, a, b, bias, got)
+        assert_bitwise_equal(got, want, str(split))
     assert_bitwise_equal(matmul(a, b, leaves=leaves, bias=bias, out_dtype=out_dtype), want, "by choice")
 
 
@@ -609,19 +615,19 @@ def test_trees_of_few_rows(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
     out_dtype=st.sampled_from([FP32, BF16]),
     seed=seeds,
 )
-def test_narrow_chains(m, n, k, pad, has_bias, out_dtype, seed):
+def test_narrow_chains_have_tritons_bits(m, n, k, pad, has_bias, out_dtype, seed):
     kernels = cuda_kernels()
     torch.manual_seed(seed)
     (a, b), bias = operands(m, n, k, pad=pad), randn(n, dtype=BF16) if has_bias else None
     got = torch.full((m, n + 3), float("nan"), dtype=out_dtype)[:, :n]
-    assert kernels.narrow_refuses(Product.of(families.CUDA, a, b, 1, bias, got, False)) is None
+    assert kernels.narrow_rejects(Product.of(families.CUDA, a, b, 1, bias, got, False)) is None
     kernels.narrow(a, b, bias, got)
     assert_bitwise_equal(got, by_triton(a, b, out_dtype, bias=bias))
 
 
 @gpu
 @pytest.mark.parametrize("case", ["leaf", "rows", "address", "bias", "fp32"])
-def test_trees_that_are_left_to_triton(case):
+def test_unsupported_trees_are_left_to_triton(case):
     kernels = cuda_kernels()
     m, n, leaves = 40, 64, 8
     a, b = operands(300 if case == "rows" else m, n, 8 * (40 if case == "leaf" else 64), pad=8 * (case == "address"))
@@ -631,25 +637,24 @@ def test_trees_that_are_left_to_triton(case):
     elif case == "fp32":
         a, b = a.float(), b.float()
     out = torch.empty(len(a), n)
-    assert kernels.tree_refuses(Product.of(families.CUDA, a, b, leaves, bias, out, False))
+    assert kernels.tree_rejects(Product.of(families.CUDA, a, b, leaves, bias, out, False))
 
 
 @gpu
 @pytest.mark.parametrize(
-    "m,leaves,how",
+    "m,leaves,split",
     [(65, 8, (1,)), (40, 2, (1,)), (40, 8, (3,)), (40, 4, (8,)), (40, 8, (8, 80)), (40, 8, (8, 64, True))],
 )
-def test_trees_that_cannot_be_dealt_out_so(m, leaves, how):
+def test_invalid_split_of_a_tree_raises(m, leaves, split):
     kernels = cuda_kernels()
     a, b = operands(m, 64, 64 * leaves)
     with pytest.raises(BackendError, match="alignkit_few_tree: .*invalid argument"):
-        kernels.tree(leaves, kernels.Deal(*how), a, b, None, torch.empty(m, 64))
+        kernels.tree(leaves, kernels.Split(*split), a, b, None, torch.empty(m, 64))
 
 
 @gpu
 @pytest.mark.parametrize("leaves,has_bias", [(8, False), (4, True), (1, True)])
-def test_many_rows(leaves, has_bias):
-    """By roles of warps, and by tiles."""
+def test_many_rows_have_the_same_bits_by_hopper_and_by_tiles(leaves, has_bias):
     from alignkit.ops.linear.triton import tiles
 
     (a, b), bias = operands(300, 200, 512), randn(200, dtype=BF16) if has_bias else None
@@ -662,8 +667,8 @@ def test_many_rows(leaves, has_bias):
 @gpu
 @pytest.mark.parametrize("m", [64, 256, 1000])
 @pytest.mark.parametrize("leaves,has_bias", [(8, False), (8, True), (1, True)])
-def test_capture_of_the_other_products(m, leaves, has_bias):
-    """Those that cuBLASLt has no part in; what the graph reads is changed before it is replayed."""
+def test_graph_of_products_without_cublaslt(m, leaves, has_bias):
+    """The graph's input changes before each replay."""
     from alignkit.ops.linear.triton import tiles
 
     (a, b), bias = operands(m, 1024, 1024), randn(1024, dtype=BF16) if has_bias else None
@@ -680,8 +685,11 @@ def test_capture_of_the_other_products(m, leaves, has_bias):
         assert_bitwise_equal(out, want)
 
 
-def products_in_a_row(m, n, leaves):
-    """What runs twelve products, each of what the one before wrote, into what that read; where it ends; what must be there."""
+def dependent_products(m, n, leaves):
+    """Return a function that runs twelve dependent products, the buffer of its result, and the expected result.
+
+    Each product reads the previous one's result and overwrites the previous one's input.
+    """
     from alignkit.ops.linear.triton import tiles
 
     x, weights = randn(m, n, dtype=BF16), [(randn(n, n) * n**-0.5).to(BF16) for _ in range(3)] * 4
@@ -689,35 +697,35 @@ def products_in_a_row(m, n, leaves):
     for weight in weights:
         before, want = want, torch.empty_like(x)
         tiles(before, weight, leaves, None, want, False)
-    two = [x.clone(), torch.empty_like(x)]
+    buffers = [x.clone(), torch.empty_like(x)]
 
     def run():
-        two[0].copy_(x)
+        buffers[0].copy_(x)
         for i, weight in enumerate(weights):
-            matmul(two[i % 2], weight, leaves=leaves, to=two[1 - i % 2])
+            matmul(buffers[i % 2], weight, leaves=leaves, to=buffers[1 - i % 2])
 
-    return run, two[0], want
+    return run, buffers[0], want
 
 
-in_a_row = pytest.mark.parametrize(
+dependent_sizes = pytest.mark.parametrize(
     "m,n,leaves",
     [(8, 2048, 1), (32, 2048, 1), (40, 4096, 8), (128, 4096, 8), (256, 4096, 8), (256, 4096, 2), (100, 5120, 8)],
 )
 
 
 @gpu
-@in_a_row
-def test_products_wait_for_those_before(m, n, leaves):
-    """They are launched early."""
-    run, out, want = products_in_a_row(m, n, leaves)
+@dependent_sizes
+def test_products_wait_for_earlier_products(m, n, leaves):
+    """Programmatic dependent launch starts them early."""
+    run, out, want = dependent_products(m, n, leaves)
     run()
     assert_bitwise_equal(out, want)
 
 
 @gpu
-@in_a_row
-def test_products_in_a_graph_wait_for_those_before(m, n, leaves):
-    run, out, want = products_in_a_row(m, n, leaves)
+@dependent_sizes
+def test_products_in_a_graph_wait_for_earlier_products(m, n, leaves):
+    run, out, want = dependent_products(m, n, leaves)
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -730,7 +738,7 @@ def test_products_in_a_graph_wait_for_those_before(m, n, leaves):
 
 @gpu
 @pytest.mark.parametrize("leaves", [1, 8])
-def test_the_current_stream_is_used(leaves):
+def test_current_stream_is_used(leaves):
     from alignkit.ops.linear.triton import tiles
 
     (a, b), want = operands(4096, 4096, 1024), torch.empty(4096, 4096, dtype=BF16)

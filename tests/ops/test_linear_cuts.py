@@ -1,5 +1,8 @@
-"""K-trees of many rows, whose last round's tiles may be cut (alignkit/ops/linear/hopper.py): what its warps do, with names in the
-place of numbers."""
+"""Symbolic execution of alignkit/ops/linear/hopper.py: k-trees of many rows, with cut tiles in the last wave.
+
+The test runs the kernel's warp roles on names instead of numbers. `Device` stands in for the functions of Triton's
+Gluon that the roles call; a role that calls another function needs it there.
+"""
 
 import importlib
 import types
@@ -20,10 +23,11 @@ from alignkit.runtime import families
 hopper = importlib.import_module("alignkit.ops.linear.hopper")
 ROWS, COLS, STEP = (getattr(hopper, name).value for name in ("ROWS", "COLS", "STEP"))
 STAGES = 5
+"""Pipeline depth of the emulated device; the roles take it from the shape of the barriers."""
 
 
 class Sum(tuple):
-    """One added to another, in that order."""
+    """A symbolic sum, which records the order of its terms."""
 
     def __add__(self, other):
         return Sum((self, other))
@@ -33,33 +37,33 @@ class Sum(tuple):
 
 
 class Device:
-    """One block after another, of each first the warp that copies, then those that multiply."""
+    """A device that runs CTAs one after another: first the producer warp, then the consumer warps."""
 
     def __init__(self, sizes, rounds, leaves, kept, grid):
         self.sizes, self.rounds, self.leaves, self.kept, self.grid = sizes, rounds, leaves, kept, grid
         self.memory, self.out = {}, {}
-        there = {
+        gluon = {
             "minimum": min,
             "maximum": max,
             "cdiv": triton.cdiv,
             "static_range": range,
             "num_programs": lambda _: grid,
         }
-        there |= {"program_id": lambda _: self.block, "zeros": lambda *_: None, "store": self.memory.__setitem__}
-        there |= {"load": lambda at, **_: self.memory[at], "thread_barrier": lambda: None}
-        there |= {"float32": None, "bfloat16": None}
-        there |= {"atomic_xchg": lambda at, v, **_: self.memory.__setitem__(at, v)}
-        there |= {"atomic_add": lambda at, v, **_: self.memory[at] + v}  # nobody waits for a block that has not begun
+        gluon |= {"program_id": lambda _: self.block, "zeros": lambda *_: None, "store": self.memory.__setitem__}
+        gluon |= {"load": lambda address, **_: self.memory[address], "thread_barrier": lambda: None}
+        gluon |= {"float32": None, "bfloat16": None}
+        gluon |= {"atomic_xchg": lambda address, v, **_: self.memory.__setitem__(address, v)}
+        gluon |= {"atomic_add": lambda address, v, **_: self.memory[address] + v}  # no CTA waits for a later one
         mbarrier = {"wait": self.wait, "expect": self.expect, "arrive": self.arrive}
-        tma = {"async_copy_global_to_shared": self.copied, "store_wait": lambda _: None}
-        tma["async_copy_shared_to_global"] = lambda c, corner, of: self.write(tuple(corner), of.held)
-        of_gluon = {"gl": there, "mbarrier": mbarrier, "tma": tma}
+        tma = {"async_copy_global_to_shared": self.async_copy, "store_wait": lambda _: None}
+        tma["async_copy_shared_to_global"] = lambda c, corner, source: self.write(tuple(corner), source.value)
+        namespaces = {"gl": gluon, "mbarrier": mbarrier, "tma": tma}
         self.names = {
             name: v.fn if isinstance(v, triton.JITFunction) else getattr(v, "value", v)
             for name, v in vars(hopper).items()
         }
-        self.names |= {name: types.SimpleNamespace(**those) for name, those in of_gluon.items()}
-        self.names |= {"warpgroup_mma": self.multiplied, "warpgroup_mma_wait": self.waited}
+        self.names |= {name: types.SimpleNamespace(**members) for name, members in namespaces.items()}
+        self.names |= {"warpgroup_mma": self.mma, "warpgroup_mma_wait": self.mma_wait}
         self.names |= {"fence_async_shared": lambda: None}
         self.names |= {
             "_sums_of": lambda _, slot: ("sums", slot),
@@ -72,15 +76,26 @@ class Device:
     def run(self):
         for block in range(self.grid):
             self.block = block
-            self.steps, self.seen, self.running, self.handed_back = [], 0, [], Counter()
+            self.steps, self.seen, self.running, self.released = [], 0, [], Counter()
             shared = Operand("a"), Operand("b"), Barriers("full"), Barriers("empty")
-            self.names["_copy"](("a", "b"), shared, self.sizes, self.rounds, self.leaves, self.kept)
-            held, c = Held(), types.SimpleNamespace(dtype=None)
-            self.names["_multiply"](
-                held, held, c, None, "sums", 7, shared, self.sizes, self.rounds, self.leaves, self.kept, False
+            self.names["_producer"](("a", "b"), shared, self.sizes, self.rounds, self.leaves, self.kept)
+            shared_out, c = FakeShared(), types.SimpleNamespace(dtype=None)
+            self.names["_consumer"](
+                shared_out,
+                shared_out,
+                c,
+                None,
+                "sums",
+                7,
+                shared,
+                self.sizes,
+                self.rounds,
+                self.leaves,
+                self.kept,
+                False,
             )
             assert self.seen == len(self.steps) > 0 and not self.running
-            assert self.handed_back == Counter(i % STAGES for i in range(len(self.steps)))
+            assert self.released == Counter(i % STAGES for i in range(len(self.steps)))
 
     def write(self, corner, value):
         assert corner not in self.out
@@ -88,9 +103,9 @@ class Device:
 
     def arrive(self, barrier):
         name, stage = barrier
-        assert name == "empty" and stage == sum(self.handed_back.values()) % STAGES
-        self.handed_back[stage] += 1
-        assert sum(self.handed_back.values()) <= self.seen - len(self.running)  # its product is done
+        assert name == "empty" and stage == sum(self.released.values()) % STAGES
+        self.released[stage] += 1
+        assert sum(self.released.values()) <= self.seen - len(self.running)  # the MMA of this stage is done
 
     def wait(self, barrier, phase):
         if barrier[0] == "full":
@@ -103,32 +118,32 @@ class Device:
     def expect(self, barrier, size):
         self.steps.append({"bytes": size})
 
-    def copied(self, matrix, at, barrier, to):
+    def async_copy(self, matrix, corner, barrier, target):
         step = self.steps[-1]
-        name, place = to.at
+        name, stage = target.path
         step["bytes"] -= (ROWS if name == "a" else COLS) * STEP * 2
-        step[name, place] = at
+        step[name, stage] = corner
         assert matrix == name and barrier == ("full", (len(self.steps) - 1) % STAGES)
 
-    def multiplied(self, a, b, acc, use_acc, is_async):
+    def mma(self, a, b, acc, use_acc, is_async):
         step, stage = self.steps[self.seen - 1], (self.seen - 1) % STAGES
-        assert (a.at, b.at) == (("a", stage), ("b", stage)) and step["bytes"] == 0
-        (m, *of_a), (n, *of_b) = step[a.at], step[b.at]
+        assert (a.path, b.path) == (("a", stage), ("b", stage)) and step["bytes"] == 0
+        (m, *of_a), (n, *of_b) = step[a.path], step[b.path]
         assert of_a == of_b
         self.running.append(self.seen)
         return Sum((*(acc if use_acc else ()), (m, n, *of_a)))
 
-    def waited(self, outstanding, deps):
+    def mma_wait(self, outstanding, deps):
         self.running = self.running[len(self.running) - outstanding :] if outstanding else []
         return deps if len(deps) > 1 else deps[0]
 
 
 class Operand:
-    def __init__(self, *at):
-        self.at = at
+    def __init__(self, *path):
+        self.path = path
 
     def index(self, i):
-        return Operand(*self.at, i)
+        return Operand(*self.path, i)
 
     def _reinterpret(self, *_):
         return self
@@ -147,27 +162,27 @@ class Barriers:
         return self.name, i
 
 
-class Held:
-    held = None
+class FakeShared:
+    value = None
 
     def store(self, value):
-        self.held = value
+        self.value = value
 
     def load(self, _):
-        return self.held
+        return self.value
 
 
 def tree(sums):
     return sums[0] if len(sums) == 1 else Sum((tree(sums[: len(sums) // 2]), tree(sums[len(sums) // 2 :])))
 
 
-def corners(size, of):
-    """Where tiles begin: one behind the other, the last where the matrix ends."""
-    return sorted({max(min(i, size - of), 0) for i in range(0, size, of)})
+def corners(size, tile):
+    """Return the tiles' first rows or columns; the last tile ends with the matrix."""
+    return sorted({max(min(i, size - tile), 0) for i in range(0, size, tile)})
 
 
 def assert_whole(m, n, steps, length, leaves, blocks):
-    """Whatever is cut, each output is the tree of all of its leaves, and each of these all of its steps, in order."""
+    """Check for every cut that an output is the tree of all its leaves, and a leaf the chain of all its steps."""
     tiles = triton.cdiv(m, ROWS) * triton.cdiv(n, COLS)
     assert tiles == cost.tiles_of(m, n)
     for cut in cost.cuts(m, n, leaves, blocks):
@@ -181,10 +196,10 @@ def assert_whole(m, n, steps, length, leaves, blocks):
                 Sum((i, j, leaf, k * STEP - leaf * length % STEP) for k in range(steps)) for leaf in range(leaves)
             ]
             assert got == tree(chains), f"{cut}: {i}, {j}"
-        flags = {at: there for at, there in device.memory.items() if at[0] == "flag"}
+        flags = {address: value for address, value in device.memory.items() if address[0] == "flag"}
         slots = cut.tiles * cut.pieces
         assert set(flags) == {("flag", slot, slots) for slot in range(slots)}
-        assert set(flags.values()) <= {0}  # for the next launch
+        assert set(flags.values()) <= {0}  # reset for the next launch
 
 
 @settings(max_examples=60, deadline=None)
@@ -196,18 +211,18 @@ def assert_whole(m, n, steps, length, leaves, blocks):
     leaves=st.sampled_from([1, 2, 4, 8]),
     blocks=st.integers(1, 40),
 )
-def test_each_output_is_the_tree_of_its_leaves(m, n, steps, length, leaves, blocks):
+def test_output_is_the_tree_of_its_leaves(m, n, steps, length, leaves, blocks):
     assert_whole(m, n, steps, length, leaves, blocks)
 
 
 @pytest.mark.parametrize("tiles, blocks", [(1, 132), (24, 132), (100, 132), (288, 132), (131, 132), (140, 108)])
-def test_on_the_blocks_of_a_device(tiles, blocks):
+def test_output_is_the_tree_of_its_leaves_on_a_whole_device(tiles, blocks):
     assert_whole(ROWS * tiles, COLS, 1, 64, 8, blocks)
 
 
 @given(slices=st.integers(1, 300), leaves=st.sampled_from([1, 2, 4, 8]), pad=st.sampled_from([0, 8, 64]))
-def test_steps_hold_each_leaf(slices, leaves, pad):
-    """And begin on lines of 128 bytes where that takes few more of them."""
+def test_steps_cover_each_leaf(slices, leaves, pad):
+    """Steps start at 128-byte lines if this adds at most 1/8 more steps."""
     length = 16 * slices
     a = torch.empty(300, leaves * length + pad, dtype=torch.bfloat16)[:, : leaves * length]
     out = torch.empty(300, 300, dtype=torch.bfloat16)
@@ -231,7 +246,7 @@ def test_steps_hold_each_leaf(slices, leaves, pad):
     k=st.integers(1, 256),
     blocks=st.integers(1, 132),
 )
-def test_the_least_is_chosen(m, n, leaves, k, blocks):
+def test_cheapest_cut_is_chosen(m, n, leaves, k, blocks):
     k *= 16 * leaves
     us = {cut: cost.MANY.of(m, n, k, leaves, blocks, cut) for cut in cost.cuts(m, n, leaves, blocks)}
     chosen = cost.cut(m, n, k, leaves, blocks)
@@ -240,8 +255,8 @@ def test_the_least_is_chosen(m, n, leaves, k, blocks):
         assert list(us) == [chosen] and not chosen.tiles
 
 
-def test_pieces():
-    """Subtrees of one size, none larger than what an owner keeps."""
+def test_pieces_of_a_cut_tile():
+    """Pieces are subtrees of one size, at most as large as the owner's part."""
     pieces = {
         n: {cut.kept: (cost.piece(cut.kept),) * cut.pieces for cut in cost.cuts(1, 1, n, 132) if cut.tiles}
         for n in (1, 2, 4, 8)

@@ -1,5 +1,7 @@
-"""The blocks of rows and slabs of ids that GPUs take, on the CPU: there an accumulated product continues its chain, so
-that cuts change no bit."""
+"""Blocks of rows and vocabulary slabs, as GPUs use them, run on the CPU.
+
+An accumulated product continues its chain on the CPU, so the cuts change no bit.
+"""
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from alignkit.testing import assert_bitwise_equal
 from .helpers import CPU as ON_CPU
 from .test_tp import HEADS, run_head
 
-pytestmark = pytest.mark.skipif(not ON_CPU, reason="on a GPU the cuts of rows are in the contract")
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="on a GPU, the contract fixes the blocks of rows")
 
 
 def run_in_blocks(tp, sizes, dtype, rows, slab):
-    """`run_head` in blocks of `rows` rows (32 at a time) and slabs of 256 ids, or of 32 ids and more whose gradient, and the fp32
-    sums over blocks, lie where the gradient of the weight will."""
+    """Run `run_head` in blocks of `rows` rows, 32 at a time, and in slabs of 256 or at least 32 ids.
+
+    With the small slabs, their gradient and the fp32 sums over blocks are stored in the weight gradient's memory.
+    """
     cuts = ((blocks.PART_ROWS, 32), (blocks.WORKSPACE, 1 << 16 if slab == 256 else 1))
     before, even, chain = [table[CPU] for table, _ in cuts], blocks.EVEN, CPU.head_rows
     try:
@@ -34,7 +38,7 @@ def run_in_blocks(tp, sizes, dtype, rows, slab):
 @pytest.mark.parametrize("rows,slab", [(48, 256), (48, 32), (1 << 20, 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", HEADS)
-def test_cuts_change_no_bit(ranks, size, dtype, rows, slab):
+def test_blocks_and_slabs_change_no_bit(ranks, size, dtype, rows, slab):
     for rank, (want, got) in enumerate(
         zip(
             ranks.run(size, run_head, HEADS[size], dtype, {"temperature": 0.7, "soft_cap": 8.0}),

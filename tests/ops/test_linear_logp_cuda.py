@@ -1,4 +1,4 @@
-"""On a GPU: nothing waits for the device, schedules change no bit, and sizes beyond 2^31 elements."""
+"""linear_logp on a GPU: no synchronization, schedules that change no bit, and more than 2^31 elements."""
 
 import threading
 
@@ -13,7 +13,7 @@ from alignkit.testing import assert_bitwise_equal
 
 from .helpers import CPU, randn
 
-pytestmark = pytest.mark.skipif(CPU, reason="these are about a GPU")
+pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 
 BF16 = torch.bfloat16
 
@@ -35,7 +35,7 @@ def head(n=300, d=256, v=9000, dtype=BF16):
     return randn(n, d, dtype=dtype, seed=n), randn(v, d, dtype=dtype, scale=0.05), torch.randint(0, v, (n,))
 
 
-def test_nothing_waits_for_the_device():
+def test_ops_do_not_synchronize():
     h, w, target = head()
     norm, table, positions = randn(256, dtype=BF16), ops.rope_table(64, 4096, 1e6, h.device), torch.arange(300)
     cu, ids = torch.tensor([0, 100, 300]).int(), torch.randint(0, 9000, (300, 3))
@@ -58,7 +58,7 @@ def test_nothing_waits_for_the_device():
             ops.token_logp(logits, ids, temperature=2.0),
         ]
 
-    want = step()  # kernels are compiled, and products look for their algorithm, once
+    want = step()  # compiles kernels and selects GEMM algorithms
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -93,7 +93,7 @@ def test_graph_capture():
 
 @pytest.mark.parametrize("kwargs", [{}, {"soft_cap": 8.0, "logit_scale": 0.5, "temperature": 0.7}])
 def test_rollout_and_training_agree(kwargs):
-    """Sampled tokens by `token_logp`, all of `log_softmax`, and `linear_logp` of training: the same bytes."""
+    """`token_logp` of sampled tokens, `log_softmax` and the training's `linear_logp` give the same bits."""
     h, w, target = head(d=1000, v=9001)
     temperature = kwargs.get("temperature", 1.0)
     logits = ops.head_logits(h, w, **{k: v for k, v in kwargs.items() if k != "temperature"})
@@ -109,7 +109,7 @@ def test_rollout_and_training_agree(kwargs):
         assert_bitwise_equal(ops.token_logp(logits[:n], ids[:n], temperature=temperature)[:, 0], want[:n], f"{n} rows")
 
 
-def test_bf16_logits():
+def test_bf16_logits_have_the_bits_of_fp32_logits():
     _, _, target = head()
     z = randn(300, 9000, dtype=BF16, scale=3)
     got, want = (grads(lambda z: ops.logp_from_logits(z, target, temperature=0.7), t) for t in (z, z.float()))
@@ -117,7 +117,7 @@ def test_bf16_logits():
     assert_bitwise_equal(got[1], want[1].to(BF16), "gradient")
 
 
-def test_strides():
+def test_strides_change_no_bit():
     h, w, target = head()
     g = randn(300)
     want = grads(lambda h, w: ops.linear_logp(h, w, target), h, w, g=g)
@@ -150,8 +150,8 @@ def test_schedules_change_no_bit(monkeypatch, dtype):
         assert_all_equal(grads(run, h, w), want, f"{rows} rows at a time")
 
 
-def test_rows_of_one_chain():
-    """dweight of more rows than one chain takes: the chains' fp32 sums, added in order."""
+def test_dweight_adds_the_chains_of_row_blocks():
+    """If rows exceed one chain, dweight is the sum of the chains' fp32 results, in order."""
     n = SM90.head_rows
     h, w, target = head(n=2 * n + 100, d=32, v=600, dtype=torch.float32)
     target[torch.rand(len(target)) < 0.02] = -100
@@ -165,7 +165,7 @@ def test_rows_of_one_chain():
     assert_bitwise_equal(whole, want)
 
 
-def test_ignored_rows_may_hold_anything():
+def test_ignored_rows_change_no_bit():
     h, w, target = head()
     ignored = torch.rand(300) < 0.4
     g = randn(300)
@@ -201,7 +201,7 @@ def test_beyond_2_to_the_31_elements():
 
 
 class _Threads(TP):
-    """Ranks as threads on one GPU; forward only."""
+    """A tensor-parallel group of threads on one GPU, forward only."""
 
     def __init__(self, rank, slots, barrier):
         super().__init__(None)
@@ -219,8 +219,8 @@ class _Threads(TP):
 
 
 @pytest.mark.parametrize("sizes", [(4500, 4500), (300, 43, 8657), (10, 20, 8940, 30), (8000, 990, 10)])
-def test_shards_of_the_vocabulary(sizes):
-    """Borders anywhere, several in one tile, padding on the last rank: the bytes of one rank."""
+def test_vocabulary_shards_change_no_bit(sizes):
+    """Shard borders may be anywhere, several in one tile; the last rank has padding."""
     h, w, target = head()
     target %= 8970
     target[::7] = -100

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the head have the bits of Triton's."""
+"""CUDA kernels of linear_logp, and of skinny GEMMs for its logits: the bits of Triton."""
 
 import hypothesis.strategies as st
 import pytest
@@ -20,8 +20,8 @@ BF16 = torch.bfloat16
 rows, depths, ids = st.integers(257, 1500), st.integers(1, 40).map(lambda n: 8 * n), st.integers(1, 3000)
 
 
-def pads(n: int, width: int, dtype: torch.dtype = BF16):
-    """[n, width] with rows at a multiple of 8 elements, and what is not written shows."""
+def padded_nans(n: int, width: int, dtype: torch.dtype = BF16):
+    """Return NaNs [n, width], with a row stride that is a multiple of 8 elements."""
     return torch.full((n, width + -width % 8), float("nan"), dtype=dtype)[:, :width]
 
 
@@ -46,13 +46,13 @@ options = {
 
 @given(n=rows, d=depths, v=ids, **options)
 @example(n=4097, d=4096, v=4096 + 3, bias=False, cap=None, scale=None, temperature=False, entropy=True, first=0, seed=0)
-def test_statistics(n, d, v, bias, cap, scale, temperature, entropy, first, seed):
+def test_statistics_have_tritons_bits(n, d, v, bias, cap, scale, temperature, entropy, first, seed):
     from alignkit.ops.linear_logp import cuda as kernels
     from alignkit.ops.linear_logp import triton
 
     hidden, weight = operands(n, d, v, seed)
-    how, t = transform(v, bias, cap, scale), torch.rand(n) + 0.5 if temperature else None
-    target = torch.randint(0, 2 * v, (n,)) + first  # half of them elsewhere
+    logit_transform, t = transform(v, bias, cap, scale), torch.rand(n) + 0.5 if temperature else None
+    target = torch.randint(0, 2 * v, (n,)) + first  # half of them in another shard
     tiles = -(-v // 128)
 
     def outputs():
@@ -64,31 +64,35 @@ def test_statistics(n, d, v, bias, cap, scale, temperature, entropy, first, seed
 
     got, want, products = outputs(), outputs(), torch.full((n, v + -v % 4), float("nan"))[:, :v]
     (m, q, u, z), (m0, q0, u0, z0) = got, want
-    kernels.head_statistics(hidden, weight, how, t, target, first, m, q, u if entropy else None, z, None, 0, products)
+    kernels.head_statistics(
+        hidden, weight, logit_transform, t, target, first, m, q, u if entropy else None, z, None, 0, products
+    )
     logits = matmul(hidden, weight)
-    triton.statistics(logits, how, t, target, first, m0, q0, u0 if entropy else None, z0)
+    triton.statistics(logits, logit_transform, t, target, first, m0, q0, u0 if entropy else None, z0)
     assert_bitwise_equal(products, logits, "products")
     for name, a, b in zip(("m", "q", "u", "z_target"), got, want, strict=True):
         assert_bitwise_equal(a, b, name)
 
 
 @given(n=rows, d=depths, v=ids, counted=st.floats(0, 1), **options)
-def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, first, seed):
+def test_gradient_has_tritons_bits(n, d, v, counted, bias, cap, scale, temperature, entropy, first, seed):
     from alignkit.ops.linear_logp import cuda as kernels
     from alignkit.ops.linear_logp import triton
 
     hidden, weight = operands(n, d, v, seed)
-    how, t = transform(v, bias, cap, scale), torch.rand(n) + 0.5 if temperature else None
+    logit_transform, t = transform(v, bias, cap, scale), torch.rand(n) + 0.5 if temperature else None
     target, count = torch.randint(0, 2 * v, (n,)) + first, int(counted * n)
     target[count:] = -1
     lse, g = 6 + randn(n), randn(n)
     ent, g_ent = (torch.rand(n) * 3, randn(n)) if entropy else (None, None)
-    got, want = pads(n, v), pads(n, v)
-    triton.gradient(matmul(hidden, weight), how, first, want, t, target, lse, ent, g, g_ent)
+    got, want = padded_nans(n, v), padded_nans(n, v)
+    triton.gradient(matmul(hidden, weight), logit_transform, first, want, t, target, lse, ent, g, g_ent)
     for before in (None, 0, 100):
         got.fill_(float("nan"))
-        of = None if before is None else torch.tensor(count + before).int()
-        kernels.head_gradient(hidden, weight, how, t, target, first, lse, ent, g, g_ent, got, of, before or 0)
+        counter = None if before is None else torch.tensor(count + before).int()
+        kernels.head_gradient(
+            hidden, weight, logit_transform, t, target, first, lse, ent, g, g_ent, got, counter, before or 0
+        )
         assert_bitwise_equal(got, want, f"dz, {before}")
 
 
@@ -99,56 +103,59 @@ def test_gradient(n, d, v, counted, bias, cap, scale, temperature, entropy, firs
     resume=st.booleans(),
     add=st.booleans(),
     counted=st.sampled_from([None, 0.0, 0.3, 1.0]),
-    which=st.sampled_from(["both", "dh", "dw"]),
+    computed=st.sampled_from(["both", "dh", "dw"]),
     seed=seeds,
 )
-@example(n=700, d=4096, c=4096 + 8, resume=True, add=False, counted=1.0, which="both", seed=0)
-@example(n=1000, d=1536, c=40000 + 8, resume=False, add=False, counted=0.3, which="both", seed=0)
-@example(n=4096, d=1536, c=9000, resume=True, add=True, counted=None, which="both", seed=0)
-def test_products(n, d, c, resume, add, counted, which, seed):
-    """Over the rows of a batch that count. The last examples: dhidden leaves multiprocessors idle, where dweight begins."""
+@example(n=700, d=4096, c=4096 + 8, resume=True, add=False, counted=1.0, computed="both", seed=0)
+@example(n=1000, d=1536, c=40000 + 8, resume=False, add=False, counted=0.3, computed="both", seed=0)
+@example(n=4096, d=1536, c=9000, resume=True, add=True, counted=None, computed="both", seed=0)
+def test_products_have_tritons_bits(n, d, c, resume, add, counted, computed, seed):
+    """Products cover only the counted rows.
+
+    In the explicit examples, dweight starts on SMs that dhidden leaves idle.
+    """
     from alignkit.ops.linear.triton import chain
-    from alignkit.ops.linear.triton import resume as go_on
+    from alignkit.ops.linear.triton import resume as resume_chain
     from alignkit.ops.linear_logp import cuda as kernels
 
     torch.manual_seed(seed)
-    of = None if counted is None else int(counted * n)
-    dz = pads(n, c).copy_(randn(n, c, dtype=BF16))
+    counted_rows = None if counted is None else int(counted * n)
+    dz = padded_nans(n, c).copy_(randn(n, c, dtype=BF16))
     hidden, weight = randn(n, d, dtype=BF16), randn(c, d, dtype=BF16)
-    if of is not None:
-        dz[of:] = 0
+    if counted_rows is not None:
+        dz[counted_rows:] = 0
     base = randn(n, d), randn(c, d)
     for dtype in (torch.float32,) if add else (torch.float32, BF16):
         (dh, dw), (dh0, dw0) = ((base[0].clone(), base[1].to(dtype, copy=True)) for _ in range(2))
         if resume:
-            go_on(dz, weight.t(), dh0)
+            resume_chain(dz, weight.t(), dh0)
         else:
             chain(dz, weight.t(), None, dh0, False)
         chain(dz.t(), hidden.t(), None, dw0, add)
-        count = None if of is None else torch.tensor(of + 7).int()
+        count = None if counted_rows is None else torch.tensor(counted_rows + 7).int()
         kernels.head_products(
             dz,
             hidden,
             weight,
-            dh if which != "dw" else None,
-            dw if which != "dh" else None,
+            dh if computed != "dw" else None,
+            dw if computed != "dh" else None,
             resume,
             add,
             count,
-            7 if of is not None else 0,
+            7 if counted_rows is not None else 0,
         )
-        if which != "dw":
+        if computed != "dw":
             assert_bitwise_equal(dh, dh0, "dhidden")
-        if which != "dh":
+        if computed != "dh":
             assert_bitwise_equal(dw, dw0, f"dweight, {dtype}")
 
 
 @given(m=st.integers(1, 64), k=st.integers(1, 60).map(lambda n: 8 * n), more=st.integers(0, 300), seed=seeds)
-def test_few_rows(m, k, more, seed):
+def test_small_m_products_have_tritons_bits(m, k, more, seed):
     from alignkit.ops.linear import cuda as kernels
     from alignkit.ops.linear.triton import chain
 
-    n = kernels.WIDE + more
+    n = kernels.FEW_MIN_OUTPUTS + more
     a, b = operands(m, k, n, seed)
     got, want = torch.full((m, n + 3), float("nan"))[:, :n], torch.empty(m, n)
     kernels.few(a, b, None, got)
@@ -166,8 +173,8 @@ def test_few_rows(m, k, more, seed):
         {"vocab_size": 4990, "keep_logits": True},
     ],
 )
-def test_the_op(kwargs):
-    """Over several blocks of rows, some of them ignored."""
+def test_op_has_tritons_bits(kwargs):
+    """Use several blocks of rows, and ignored rows."""
     hidden, weight, bias = *operands(9000, 256, 5000, 0), randn(5000, dtype=BF16)
     target = torch.randint(0, 4990, (9000,))
     target[torch.rand(9000) < 0.4] = -100
@@ -187,9 +194,8 @@ def test_the_op(kwargs):
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("n", [700, SM90.head_rows + 700])
-def test_gradients_in_the_memory_of_the_weights(keep, n):
-    """Slabs that lie where the weight's gradient will, and its fp32 sums over more rows than a chain has, against memory of
-    their own."""
+def test_slabs_in_the_weight_gradient_change_no_bit(keep, n):
+    """Slabs and fp32 sums over chains may use the weight gradient's memory or their own."""
     hidden, weight = operands(n, 512, 40000, 0)
     target, g = torch.randint(0, 40000, (n,)), randn(n)
     target[::5] = -100
@@ -206,8 +212,8 @@ def test_gradients_in_the_memory_of_the_weights(keep, n):
     assert_bitwise_equal(main.to(BF16), dw, "dweight")
 
 
-def test_what_the_kernels_do_not_take():
-    """fp32, odd strides, few rows: Triton's, the same bits, and no error."""
+def test_unsupported_inputs_use_triton():
+    """Odd strides and few rows give the same bits without an error."""
     hidden, weight = operands(600, 72, 300, 0)
     target = torch.randint(0, 300, (600,))
     with dispatch.use("triton"):
@@ -242,14 +248,14 @@ def test_graph_capture():
         assert_bitwise_equal(a, b, f"tensor {i}")
 
 
-def test_a_row_is_its_own():
-    """Another order, more rows, fewer, some ignored, beside other work on the device: the same bits."""
+def test_row_does_not_depend_on_other_rows():
+    """Another order, more rows, fewer rows, ignored rows and concurrent kernels change no bit."""
     n, v = 700, 3000
     hidden, weight = operands(n, 256, v, 0)
     target, g = torch.randint(0, v, (n,)), randn(n)
 
     def run(rows, ignored=()):
-        """Of these rows, in this order: logp, entropy and dhidden."""
+        """Return logp, entropy and dhidden of these rows, in this order."""
         h, t = hidden[rows].requires_grad_(), target[rows]
         t[list(ignored)] = -100
         out = ops.linear_logp(h, weight, t, return_entropy=True)
@@ -278,8 +284,8 @@ def test_a_row_is_its_own():
     torch.cuda.synchronize()
 
 
-def test_error():
-    """Against float64 no larger than that of a log-softmax in fp32 of the product by cuBLAS, unrounded."""
+def test_error_is_not_above_that_of_torch():
+    """The reference is torch's fp32 log-softmax of unrounded logits by cuBLAS."""
     hidden, weight = operands(1000, 4096, 20000, 0)
     target = torch.randint(0, 20000, (1000,))
     exact = torch.log_softmax(hidden.double() @ weight.t().double(), 1).gather(1, target[:, None])[:, 0]
@@ -289,5 +295,5 @@ def test_error():
 
     logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     theirs = torch.log_softmax(logits, 1).gather(1, target[:, None])[:, 0]
-    # Logprobs from -16 to -32 are multiples of 2^-19: one such step of theirs may be luck.
+    # Logprobs from -16 to -32 are multiples of 2^-19; the tolerance is one such step.
     assert error(ops.linear_logp(hidden, weight, target)) <= error(theirs) + 2**-19

@@ -1,4 +1,7 @@
-"""The floating-point mode of the caller, or of torch's threads, changes no bit."""
+"""Floating-point modes of the caller or of torch's threads change no bit.
+
+`everything` calls each op, and is imported by name in a subprocess.
+"""
 
 import contextlib
 import ctypes
@@ -17,7 +20,7 @@ from alignkit.testing import assert_bitwise_equal
 from .helpers import CPU
 
 MODES = {"flush": None, "up": 0x800, "down": 0x400, "zero": 0xC00}
-"""Denormals are flushed; or how <fenv.h> of x86-64 names a rounding."""
+"""Flush denormals (None), or a rounding mode of x86-64's <fenv.h>."""
 
 
 @contextlib.contextmanager
@@ -33,8 +36,10 @@ def in_mode(mode):
 
 
 def inputs(rows, dtype):
-    """Large enough, with 400 rows, for torch to share work among threads. Some values are next to the smallest, so that sums
-    and products are denormal."""
+    """Return the inputs; with 400 rows, torch uses several threads.
+
+    Some values are so small that sums and products are denormal.
+    """
     torch.manual_seed(3)
 
     def randn(*shape, dtype=dtype):
@@ -131,20 +136,20 @@ def assert_same(got, want, what):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_the_callers_mode(backend, dtype, mode):
+def test_mode_of_the_caller_changes_no_bit(backend, dtype, mode):
     given = inputs(12 if backend == "reference" else 400, dtype)
     with dispatch.use(backend):
         want = everything(given)
         with in_mode(mode):
             assert_same(everything(given), want, mode)
             if mode != "flush":
-                assert 1.0 + sys.float_info.epsilon / 2 + (mode != "up") > 1.0  # it is still the caller's
+                assert 1.0 + sys.float_info.epsilon / 2 + (mode != "up") > 1.0  # the caller's mode is restored
 
 
 @pytest.mark.skipif(not CPU, reason="the modes of a CPU")
 @pytest.mark.parametrize("mode", ["flush", "up"])
-def test_the_mode_of_torchs_threads(mode):
-    """Threads that torch makes have the mode that their maker had then, for good."""
+def test_mode_of_torchs_threads_changes_no_bit(mode):
+    """New torch threads inherit the mode of their creator and keep it."""
     code = f"""
 import torch
 from tests.ops.test_modes import assert_same, everything, in_mode, inputs
@@ -155,8 +160,8 @@ probe, least = torch.full((300000,), 1 + 2500 * 2.0**-23), torch.full((300000,),
 torch.set_num_threads(3)
 with in_mode({mode!r}):
     probe.clone()
-assert len((probe * probe).unique()) > 1 or len((-probe * probe).unique()) > 1 or len((least * 1).view(torch.int32).unique()) > 1, (
-    "torch's threads are as they were: this shows nothing")
+products = probe * probe, -probe * probe, (least * 1).view(torch.int32)
+assert any(len(t.unique()) > 1 for t in products), "torch's threads have the default mode, so the test proves nothing"
 for dtype in given:
     assert_same(everything(given[dtype]), want[dtype], {mode!r})
 """
@@ -166,7 +171,7 @@ for dtype in given:
 
 @pytest.mark.skipif(not CPU, reason="the autocast of a CPU")
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_the_precision_of_torchs_products(backend):
+def test_matmul_precision_of_torch_changes_no_bit(backend):
     given = inputs(12, torch.float32)
     with dispatch.use(backend):
         want = everything(given)

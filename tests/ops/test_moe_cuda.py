@@ -1,4 +1,4 @@
-"""Mixture of experts by the grouped kernels: the bytes of the family's products, expert by expert, and of its formulas in torch."""
+"""Grouped MoE kernels: the bits of the family's products expert by expert, and of its formulas in torch."""
 
 import pytest
 import torch
@@ -20,15 +20,15 @@ if not CPU:
     from alignkit.ops.moe_router.problem import Routing
     from alignkit.ops.silu_mul import triton as silu_mul
 
-    BY_CUDA = (*((cuda, f"{what}_refuses") for what in ("gated", "products", "gradients")), (few, "refuses"))
+    BY_CUDA = (*((cuda, f"{name}_rejects") for name in ("gated", "products", "gradients")), (few, "rejects"))
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = {"few": (4, 2, 96, 256), "odd": (6, 3, 72, 40), "qwen": (128, 8, 2048, 768)}
-"""Experts, top k, hidden and intermediate."""
+"""Experts, top k, hidden size, intermediate size."""
 OWN = ({},)
 OTHERS = ({"BLOCK_M": 16, "BLOCK_N": 32}, {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4})
-"""Schedules: those that the kernels choose, and two that they do not."""
-PRODUCTS = [  # width, rows, type, a list of matrices, schedules
+"""Schedules: the default choice (OWN), and two other ones."""
+PRODUCTS = [  # width, rows, dtype, matrices as a list, schedules
     ("few", 1, BF16, True, OWN),
     ("few", 7, BF16, False, OWN),
     ("few", 100, BF16, True, OWN),
@@ -43,12 +43,11 @@ PRODUCTS = [  # width, rows, type, a list of matrices, schedules
     ("odd", 1, FP32, True, OWN),
     ("odd", 300, FP32, False, OWN),
 ]
-"""Most of the time goes to compilers: each width, as few and as many rows as an expert may have, each type, lists and not, but
-not all of them with each other."""
+"""Every width, dtype, matrix layout, and small and large row counts, but not all combinations: compilation is slow."""
 
 
-def draw(rows, n, k, *, skew=False, absent=0.1, dtype=torch.int64):
-    """ids [rows, k] in any order; some experts have none, with `skew` a few have most; some ids are -1."""
+def random_ids(rows, n, k, *, skew=False, absent=0.1, dtype=torch.int64):
+    """Return ids [rows, k] in random order, some of them -1; some experts have no rows, and `skew` favors a few."""
     z = torch.rand(rows, n)
     if skew:
         z[:, : 2 * k] += 0.6
@@ -67,10 +66,10 @@ def matrices(n, out, k, dtype, listed, by_k=True):
 @pytest.mark.parametrize("rows", [0, 1, 3, 64, 1000, 3000, 200_000])
 @pytest.mark.parametrize("n,k,first,own", [(4, 2, 0, 4), (128, 8, 0, 128), (60, 4, 15, 15), (1, 1, 0, 1)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_pairs(rows, n, k, first, own, dtype):
-    """In one launch, by torch, or counted; and what they are."""
-    ids = draw(rows, n, k, dtype=dtype)
-    got = (ranked if ids.numel() <= ranked.MOST else pairs).pairs(ids, first, own)
+def test_all_implementations_of_pairs_agree(rows, n, k, first, own, dtype):
+    """Compare the single launch, torch and the CUDA kernel, and check the pairs."""
+    ids = random_ids(rows, n, k, dtype=dtype)
+    got = (ranked if ids.numel() <= ranked.MAX_IDS else pairs).pairs(ids, first, own)
     others = [pairs.pairs(ids, first, own), *([cuda.pairs(ids, first, own)] if rows else [])]
     for other in others:
         for a, b in zip(got, other, strict=True):
@@ -86,25 +85,25 @@ def test_pairs(rows, n, k, first, own, dtype):
 
 
 @pytest.mark.parametrize("width,rows,dtype,listed,schedules", PRODUCTS)
-def test_products(width, rows, dtype, listed, schedules):
-    """Whatever the tiles; pairs behind the last are not written."""
+def test_grouped_products_equal_products_per_expert(width, rows, dtype, listed, schedules):
+    """All schedules give the same bits; rows behind the last pair are not written."""
     n, k, h, f = WIDTHS[width]
-    ids = draw(rows, n, k, skew=True)
+    ids = random_ids(rows, n, k, skew=True)
     p = pairs.pairs(ids, 0, n)
-    count, many = int(p.offsets[-1]), ids.numel()
-    x, a = randn(rows, h, dtype=dtype), randn(many, f, dtype=dtype)
+    count, rows_of_pairs = int(p.offsets[-1]), ids.numel()
+    x, a = randn(rows, h, dtype=dtype), randn(rows_of_pairs, f, dtype=dtype)
     a[count:] = float("nan")
     gate_up, down = matrices(n, 2 * f, h, dtype, listed), matrices(n, h, f, dtype, listed, by_k=False)
     cases = [(x, p.row, gate_up, 1, dtype), (a, None, down, k_leaves(f), dtype), (x, p.row, down.t(), 1, FP32)]
     for i, (left, row, right, leaves, out_dtype) in enumerate(cases):
-        got, want = (torch.full((many, right.shape[0]), float("nan"), dtype=out_dtype) for _ in range(2))
+        got, want = (torch.full((rows_of_pairs, right.shape[0]), float("nan"), dtype=out_dtype) for _ in range(2))
         each.products(left, row, right, p.offsets, leaves, want)
         for schedule in schedules:
             got.fill_(float("nan"))
             grouped.products(left, row, right, p.offsets, leaves, got, **schedule)
             assert_bitwise_equal(got[:count], want[:count], f"product {i}, {schedule}")
             assert bool(got[count:].isnan().all())
-    h_got, h_want = (torch.empty(many, 2 * f, dtype=dtype) for _ in range(2))
+    h_got, h_want = (torch.empty(rows_of_pairs, 2 * f, dtype=dtype) for _ in range(2))
     want = each.gated(x, p.row, gate_up, p.offsets, h_want)
     for schedule in schedules:
         got = grouped.gated(x, p.row, gate_up, p.offsets, h_got.fill_(float("nan")), **schedule)
@@ -121,7 +120,7 @@ def test_products(width, rows, dtype, listed, schedules):
 
 
 RANKS = [(1, 1, 0, 1), (4, 2, 0, 4), (60, 4, 15, 15), (128, 8, 0, 128), (512, 10, 0, 512)]
-"""Experts, top k, the first of a rank and how many it has."""
+"""Experts, top k, a rank's first expert, and its number of experts."""
 TYPES = [(BF16, FP32), (FP32, FP32)]
 
 
@@ -129,9 +128,9 @@ TYPES = [(BF16, FP32), (FP32, FP32)]
     "ranks,types,weighted",
     [(r, (BF16, BF16), True) for r in RANKS] + [(r, t, w) for r in RANKS[2:4] for t in TYPES for w in (True, False)],
 )
-def test_combine(ranks, types, weighted):
+def test_combine_has_the_bits_of_the_reference(ranks, types, weighted):
     (n, k, first, own), (dtype, out_dtype) = ranks, types
-    ids = draw(50, n, k)
+    ids = random_ids(50, n, k)
     p = pairs.pairs(ids, first, own)
     y = randn(ids.numel(), 1032, dtype=dtype)
     y[torch.rand(y.shape) < 0.1] = -0.0
@@ -145,7 +144,7 @@ def test_combine(ranks, types, weighted):
 
 @pytest.mark.parametrize("f", [1, 40, 768, 14336])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_weigh(f, dtype):
+def test_weigh_has_the_bits_of_the_reference(f, dtype):
     g, h, w = randn(33, f), randn(33, 2 * f, dtype=dtype), randn(33)
     expected = reference.weighed_back(g, h, w, sum_of_products, silu_mul)
     for got, want in zip(rows_of.weigh(g, h, w), expected, strict=True):
@@ -157,20 +156,20 @@ def test_weigh(f, dtype):
 )
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize,scale", [(True, 1.0), (False, 2.5)])
-def test_router(n, k, groups, top, score, normalize, scale):
+def test_router_has_the_bits_of_the_reference(n, k, groups, top, score, normalize, scale):
     sigmoid = score == "sigmoid"
-    how = Routing(k, sigmoid, normalize, groups if sigmoid else 1, top if sigmoid else 1, scale)
+    routing = Routing(k, sigmoid, normalize, groups if sigmoid else 1, top if sigmoid else 1, scale)
     z = randn(500, n, scale=3)
     z[:100] = z[:100].round()  # some are equal
     z[100], z[101, 0], z[102, -1], z[103], z[104] = 0.0, float("nan"), float("inf"), float("-inf"), float("nan")
     z[105, : n // 2], z[105, n // 2 :] = -0.0, 0.0
     for bias in (None, randn(n)) if sigmoid else (None,):
-        weights, ids = router.forward(z, bias, how)
-        want_weights, want_ids = routed.route(z, bias, how, exp_of)
+        weights, ids = router.forward(z, bias, routing)
+        want_weights, want_ids = routed.route(z, bias, routing, exp_of)
         assert torch.equal(ids, want_ids)
         assert_bitwise_equal(weights, want_weights)
         grad = randn(500, k)
-        assert_bitwise_equal(router.backward(z, ids, grad, how), routed.route_back(z, ids, grad, how, exp_of))
+        assert_bitwise_equal(router.backward(z, ids, grad, routing), routed.route_back(z, ids, grad, routing, exp_of))
 
 
 @pytest.mark.parametrize(
@@ -178,11 +177,10 @@ def test_router(n, k, groups, top, score, normalize, scale):
     [(width, BF16, listed) for width in WIDTHS for listed in (False, True)]
     + [("few", FP32, False), ("odd", FP32, True)],
 )
-def test_experts(width, dtype, listed):
-    """By the grouped kernels, and expert by expert."""
+def test_grouped_kernels_equal_products_per_expert(width, dtype, listed):
     n, k, h, f = WIDTHS[width]
     ids_dtype = torch.int32 if listed else torch.int64
-    x, ids, weights = randn(200, h, dtype=dtype), draw(200, n, k, skew=True, dtype=ids_dtype), torch.rand(200, k)
+    x, ids, weights = randn(200, h, dtype=dtype), random_ids(200, n, k, skew=True, dtype=ids_dtype), torch.rand(200, k)
     gate_up, down = matrices(n, 2 * f, h, dtype, listed).given, matrices(n, h, f, dtype, listed).given
     dout = randn(200, h, dtype=dtype)
 
@@ -197,13 +195,13 @@ def test_experts(width, dtype, listed):
         found = run()
         with torch.no_grad():
             alone = ops.moe_experts(x, ids, weights, gate_up, down)
-    with without(*BY_CUDA, (grouped, "refuses")):
+    with without(*BY_CUDA, (grouped, "rejects")):
         expected = run()
     for i, (got, want) in enumerate(zip(found, expected, strict=True)):
         assert_bitwise_equal(got, want, f"result {i}")
     assert_bitwise_equal(alone, found[0], "without a backward pass")
     with torch.no_grad():
-        assert_bitwise_equal(ops.moe_experts(x, ids, weights, gate_up, down), alone, "by what is chosen")
+        assert_bitwise_equal(ops.moe_experts(x, ids, weights, gate_up, down), alone, "by the default kernels")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +214,7 @@ def test_experts(width, dtype, listed):
         (4000, 192, (True, False)),
     ],
 )
-def test_a_graph_is_replayed_with_other_routing(rows, f, listed):
+def test_graph_replays_with_other_routing(rows, f, listed):
     n, k, h = 32, 4, 256
     gate_up, down = (
         matrices(n, *shape, BF16, each).given for shape, each in zip(((2 * f, h), (h, f)), listed, strict=True)
@@ -233,29 +231,30 @@ def test_a_graph_is_replayed_with_other_routing(rows, f, listed):
         with torch.cuda.graph(graph):
             out = run()
         for i in range(4):
-            x.copy_(randn(rows, h, dtype=BF16) if i else randn(1, h, dtype=BF16).expand(rows, h))  # first all alike
+            x.copy_(
+                randn(rows, h, dtype=BF16) if i else randn(1, h, dtype=BF16).expand(rows, h)
+            )  # at first, all rows are equal
             graph.replay()
             assert_bitwise_equal(out, run(), f"replay {i}")
 
 
-def test_matrices_that_are_new_to_a_graph_are_refused():
+def test_new_matrices_during_graph_capture_are_rejected():
     gate_up, down = matrices(4, 64, 32, BF16, True).given, matrices(4, 32, 32, BF16, True).given
-    x, ids, weights = randn(8, 32, dtype=BF16), draw(8, 4, 2), torch.rand(8, 2)
+    x, ids, weights = randn(8, 32, dtype=BF16), random_ids(8, 4, 2), torch.rand(8, 2)
     with torch.no_grad():
         ops.moe_experts(x, ids, weights, torch.stack([*gate_up]), torch.stack([*down]))
         with (
-            pytest.raises(UnsupportedError, match="first seen while a CUDA graph is captured"),
+            pytest.raises(UnsupportedError, match="must be used once before a CUDA graph capture"),
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             ops.moe_experts(x, ids, weights, gate_up, down)
 
 
 @pytest.mark.parametrize("rows", [100_000, 1_000_000])
-def test_many_rows(rows):
-    """Each row's result is that of a small batch."""
+def test_many_rows_equal_small_batches(rows):
     n, k, h, f = 64, 4, 128, 64
     gate_up, down = matrices(n, 2 * f, h, BF16, False).given, matrices(n, h, f, BF16, False).given
-    x, ids, weights = randn(rows, h, dtype=BF16), draw(rows, n, k, skew=True), torch.rand(rows, k)
+    x, ids, weights = randn(rows, h, dtype=BF16), random_ids(rows, n, k, skew=True), torch.rand(rows, k)
     with torch.no_grad():
         out = ops.moe_experts(x, ids, weights, gate_up, down)
         for start in (0, rows // 2, rows - 77):

@@ -1,10 +1,10 @@
-"""Which products of experts the grouped kernels are for, and the pairs that they are of."""
+"""Problems that the grouped MoE kernels accept, and their (row, expert) pairs."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from alignkit.ops.moe_experts.grouped import MOST_EXPERTS
+from alignkit.ops.moe_experts.grouped import MAX_EXPERTS
 from alignkit.ops.moe_experts.pairs import pairs
 from alignkit.ops.moe_experts.problem import Grouped, Matrices
 from alignkit.runtime import dispatch, families
@@ -24,31 +24,40 @@ def weights(*shape, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_stacked_and_listed_matrices_are_for_the_grouped_kernels(op):
+def test_grouped_kernels_accept_stacked_and_listed_matrices(op):
     for b in (weights(4, 64, 32), [weights(64, 32) for _ in range(4)], weights(4, 32, 64).mT):
         assert dispatch.choose(op, problem(b)).name == "grouped"
         assert dispatch.choose(op, problem(b)._replace(backend=families.NATIVE)).name == "each"
 
 
 @pytest.mark.parametrize(
-    "why,p",
+    "reason,p",
     [
-        ("differ in strides", lambda: problem([weights(64, 32), weights(32, 64).t()])),
-        ("operands are torch.float32 and torch.bfloat16", lambda: problem(weights(4, 64, 32), a_dtype=torch.float32)),
-        (f"more than {MOST_EXPERTS} experts", lambda: problem(weights(4, 64, 32), experts=MOST_EXPERTS + 1)),
-        ("columns are apart", lambda: problem(weights(4, 64, 32), out=weights(64, 8).t())),
+        (
+            "the experts' matrices differ in strides or alignment",
+            lambda: problem([weights(64, 32), weights(32, 64).t()]),
+        ),
+        (
+            "operands must have one dtype, got torch.float32 and torch.bfloat16",
+            lambda: problem(weights(4, 64, 32), a_dtype=torch.float32),
+        ),
+        (
+            f"{MAX_EXPERTS + 1} experts: must be at most {MAX_EXPERTS}",
+            lambda: problem(weights(4, 64, 32), experts=MAX_EXPERTS + 1),
+        ),
+        ("the result's rows must be contiguous", lambda: problem(weights(4, 64, 32), out=weights(64, 8).t())),
     ],
 )
 @pytest.mark.parametrize("op", OPS)
-def test_others_are_left_to_the_products_of_each(op, why, p):
-    told = dispatch.explain(op, p())
-    assert [kernel.name for kernel, _ in told] == ["grouped", "each"]
-    assert why in told[0][1]
+def test_other_problems_use_products_per_expert(op, reason, p):
+    explanation = dispatch.explain(op, p())
+    assert [kernel.name for kernel, _ in explanation] == ["grouped", "each"]
+    assert explanation[0][1] == reason
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_pairs(dtype):
-    """Of this rank's two experts, those of row 2 and what is no expert left out."""
+def test_pairs_of_this_ranks_experts(dtype):
+    """Rows without an expert of this rank, and ids of -1, have no pair."""
     ids = torch.tensor([[3, 2], [1, 3], [0, 4], [-1, 2]], dtype=dtype)
     p = pairs(ids, 2, 2)
     assert p.offsets.tolist() == [0, 2, 4]

@@ -1,4 +1,4 @@
-"""Mixture of experts by the CUDA kernels: the bytes of the Triton kernels, for drawn shapes and routings."""
+"""CUDA MoE kernels: the bits of the Triton kernels, for random shapes and routings."""
 
 import random
 
@@ -21,13 +21,13 @@ BF16 = torch.bfloat16
 SEEDS = times(24)
 
 
-def routed(generator: random.Random, rows: int, experts: int, k: int) -> torch.Tensor:
-    """Ids [rows, k]: evenly, a few experts that have most, or one that has all it can; some experts have none, some ids are -1."""
+def random_ids(generator: random.Random, rows: int, experts: int, k: int) -> torch.Tensor:
+    """Return ids [rows, k], even, skewed to a few experts or to one; some experts have no rows, some ids are -1."""
     z = torch.rand(rows, experts)
-    how = generator.choice(("even", "few", "one"))
-    if how == "few":
+    skew = generator.choice(("even", "few", "one"))
+    if skew == "few":
         z[:, : max(experts // 8, k)] += generator.random()
-    if how == "one":
+    if skew == "one":
         z[:, 0] += 1
     if experts > k + 2:
         z[:, generator.randrange(experts)] = -1.0
@@ -36,17 +36,17 @@ def routed(generator: random.Random, rows: int, experts: int, k: int) -> torch.T
     return ids
 
 
-def laid_out(generator: random.Random, experts: int, n: int, k: int) -> torch.Tensor | list[torch.Tensor]:
-    """Matrices one behind the other, apart, of wider rows, or each by itself."""
-    how = generator.choice(("stacked", "apart", "wide", "listed", "listed"))
-    if how == "listed":
+def random_matrices(generator: random.Random, experts: int, n: int, k: int) -> torch.Tensor | list[torch.Tensor]:
+    """Return expert matrices that are contiguous, with gaps between them, with padded rows, or in a list."""
+    layout = generator.choice(("stacked", "apart", "wide", "listed", "listed"))
+    if layout == "listed":
         return [randn(n, k, dtype=BF16, scale=k**-0.5) for _ in range(experts)]
-    more = {"stacked": (0, 0), "apart": (3, 0), "wide": (0, 16)}[how]
-    return randn(experts, n + more[0], k + more[1], dtype=BF16, scale=k**-0.5)[:, :n, :k]
+    padding = {"stacked": (0, 0), "apart": (3, 0), "wide": (0, 16)}[layout]
+    return randn(experts, n + padding[0], k + padding[1], dtype=BF16, scale=k**-0.5)[:, :n, :k]
 
 
-class Drawn:
-    """A problem of which each expert's rows are many, on average, or few."""
+class RandomProblem:
+    """A random problem with many or few rows per expert on average."""
 
     def __init__(self, seed: int, many: bool = True):
         generator = random.Random(seed)
@@ -60,12 +60,12 @@ class Drawn:
             self.rows = generator.choice((1, 70, 300)) * self.experts + generator.randrange(100)
         else:
             self.rows = generator.choice((1, 3, 17, 3 * self.experts, 40 * self.experts // self.top + 1))
-        self.ids = routed(generator, self.rows, self.experts, self.top)
+        self.ids = random_ids(generator, self.rows, self.experts, self.top)
         self.pairs = in_torch.pairs(self.ids, 0, self.experts)
         self.count = int(self.pairs.offsets[-1])
         self.x = randn(self.rows, self.h + 8, dtype=BF16)[:, : self.h]
-        self.gate_up = laid_out(generator, self.experts, 2 * self.f, self.h)
-        self.down = laid_out(generator, self.experts, self.h, self.f)
+        self.gate_up = random_matrices(generator, self.experts, 2 * self.f, self.h)
+        self.down = random_matrices(generator, self.experts, self.h, self.f)
 
     def __str__(self):
         return f"{self.rows} rows, {self.top} of {self.experts} experts, {self.h} x {self.f}, {self.leaves} leaves"
@@ -76,12 +76,12 @@ def filled(*shape, dtype=BF16):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gate_and_up(seed):
-    """What lies behind the last pair is not written."""
-    p = Drawn(seed)
-    weights, many = Matrices(p.gate_up), p.ids.numel()
+def test_gate_and_up_have_tritons_bits(seed):
+    """Rows behind the last pair are not written."""
+    p = RandomProblem(seed)
+    weights, rows_of_pairs = Matrices(p.gate_up), p.ids.numel()
     for keep in (True, False):
-        h, h_want = (filled(many, 2 * p.f) if keep else None for _ in range(2))
+        h, h_want = (filled(rows_of_pairs, 2 * p.f) if keep else None for _ in range(2))
         got = cuda.gated(p.x, p.pairs.row, weights, p.pairs.offsets, h)
         want = grouped.gated(p.x, p.pairs.row, weights, p.pairs.offsets, h_want)
         assert_bitwise_equal(got[: p.count], want[: p.count], f"{p}")
@@ -90,9 +90,9 @@ def test_gate_and_up(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("of", ["many", "few"])
-def test_down(seed, of):
-    p, kernels = Drawn(seed, of == "many"), cuda if of == "many" else few
+@pytest.mark.parametrize("rows_per_expert", ["many", "few"])
+def test_down_has_tritons_bits(seed, rows_per_expert):
+    p, kernels = RandomProblem(seed, rows_per_expert == "many"), cuda if rows_per_expert == "many" else few
     weights, a = Matrices(p.down), randn(p.ids.numel(), p.f, dtype=BF16)
     a[p.count :] = float("nan")
     for dtype in (BF16, torch.float32):
@@ -103,13 +103,13 @@ def test_down(seed, of):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("of", ["many", "few"])
-def test_gradients_of_matrices(seed, of):
-    """Whichever of the operands is gathered, or none; what belongs to no expert's pair has no part in them."""
-    p = Drawn(seed, of == "many")
+@pytest.mark.parametrize("rows_per_expert", ["many", "few"])
+def test_matrix_gradients_have_tritons_bits(seed, rows_per_expert):
+    """Either operand or none is gathered; rows without a pair do not contribute."""
+    p = RandomProblem(seed, rows_per_expert == "many")
     n = 8 * random.Random(-seed).randint(1, 60)
-    row, count, many = p.pairs.row, p.count, p.ids.numel()
-    ordered = randn(many, n + 8, dtype=BF16)[:, :n]
+    row, count, rows_of_pairs = p.pairs.row, p.count, p.ids.numel()
+    ordered = randn(rows_of_pairs, n + 8, dtype=BF16)[:, :n]
     ordered[count:] = float("nan")
     unused = torch.ones(p.rows, dtype=torch.bool)
     unused[row[:count]] = False
@@ -122,10 +122,10 @@ def test_gradients_of_matrices(seed, of):
         assert_bitwise_equal(got, want, f"{p}, {n} features, gathered: {a_row is not None}, {b_row is not None}")
 
 
-def test_two_gathered_operands_are_refused():
-    p = Drawn(3)
+def test_two_gathered_operands_are_rejected():
+    p = RandomProblem(3)
     out = filled(p.experts, p.h, p.h)
-    with pytest.raises(BackendError, match="moe_gradients: two operands"):
+    with pytest.raises(BackendError, match="moe_gradients: this kernel supports one operand with gathered rows only"):
         cuda.gradients(p.x, p.pairs.row, p.x, p.pairs.row, p.pairs.offsets, out)
 
 
@@ -134,8 +134,8 @@ def test_two_gathered_operands_are_refused():
 )
 @pytest.mark.parametrize("dtype,out_dtype", [(BF16, BF16), (BF16, torch.float32), (torch.float32, torch.float32)])
 @pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32])
-def test_combine(n, k, first, own, dtype, out_dtype, ids_dtype):
-    ids = routed(random.Random(n), 333, n, k).to(ids_dtype)
+def test_combine_has_tritons_bits(n, k, first, own, dtype, out_dtype, ids_dtype):
+    ids = random_ids(random.Random(n), 333, n, k).to(ids_dtype)
     p = in_torch.pairs(ids, first, own)
     for h in (8, 72, 2048):
         y = randn(ids.numel(), h, dtype=dtype)
@@ -148,8 +148,8 @@ def test_combine(n, k, first, own, dtype, out_dtype, ids_dtype):
             assert_bitwise_equal(got, want, f"h = {h}, weighted: {weights is not None}")
 
 
-def test_a_nan_stays_in_its_row():
-    p = Drawn(5)
+def test_nan_stays_in_its_row():
+    p = RandomProblem(5)
     p.x[3] = float("nan")
     got = cuda.gated(p.x, p.pairs.row, Matrices(p.gate_up), p.pairs.offsets, None)[: p.count]
     assert torch.equal(got.isnan().any(1), p.pairs.row[: p.count] == 3)
@@ -157,8 +157,8 @@ def test_a_nan_stays_in_its_row():
 
 @pytest.mark.parametrize("rows", [1, 5, 100, 1500, 8000])
 @pytest.mark.parametrize("listed", [False, True])
-def test_the_op(rows, listed):
-    """Forward and backward, at the widths of Qwen3-30B-A3B with fewer experts: as without these kernels."""
+def test_the_op_has_the_same_bits_without_these_kernels(rows, listed):
+    """Forward and backward, at the widths of Qwen3-30B-A3B with fewer experts."""
     n, k, h, f = 32, 8, 2048, 768
     torch.manual_seed(rows)
     ids, weights = torch.rand(rows, n).topk(k).indices, torch.rand(rows, k)
@@ -167,14 +167,14 @@ def test_the_op(rows, listed):
 
     def run():
         leaves = [t.detach().clone().requires_grad_() for t in (x, weights, *matrices)]
-        of_experts = [[*t.unbind()] if listed else t for t in leaves[2:]]
-        out = ops.moe_experts(leaves[0], ids, leaves[1], *of_experts)
+        expert_matrices = [[*t.unbind()] if listed else t for t in leaves[2:]]
+        out = ops.moe_experts(leaves[0], ids, leaves[1], *expert_matrices)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     got = run()
     with without(
-        *((cuda, f"{name}_refuses") for name in ("pairs", "gated", "products", "gradients", "combine")),
-        (few, "refuses"),
+        *((cuda, f"{name}_rejects") for name in ("pairs", "gated", "products", "gradients", "combine")),
+        (few, "rejects"),
     ):
         want = run()
     for i, (a, b) in enumerate(zip(got, want, strict=True)):

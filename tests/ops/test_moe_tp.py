@@ -1,4 +1,4 @@
-"""Mixture of experts: the same bytes however many ranks share the experts and their features. Real processes, gloo."""
+"""MoE over gloo ranks: the same bits for every number of ranks that share the experts and their features."""
 
 import pytest
 import torch
@@ -12,16 +12,17 @@ from alignkit.testing import Failed, assert_bitwise_equal
 
 from .helpers import CPU, UNIT, assert_within, gamma, randn
 
-pytestmark = pytest.mark.skipif(not CPU, reason="these ranks are processes on the CPU, joined by gloo")
+pytestmark = pytest.mark.skipif(not CPU, reason="the ranks are gloo processes on the CPU")
 
 H, F, ROWS = 24, 64, 16
-_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-"""In each process: groups, by their ranks."""
+"""F has four k-tree leaves, so one, two or four ranks can share the features."""
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""Process groups of this process, by their ranks."""
 
 
 def make_groups(world):
     for some in ((0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2), (0, 1, 2, 3)):
-        _made[some] = dist.new_group(list(some))
+        _groups[some] = dist.new_group(list(some))
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +32,14 @@ def grids(ranks):
 
 
 def grid(rank, ep, tp):
-    """This rank's groups, of those that share experts' features and of those that have other experts."""
+    """Return this rank's TP group, which shares the experts' features, and its EP group, which shares the experts."""
     row, column = divmod(rank, tp)
     members = range(row * tp, row * tp + tp), range(column, ep * tp, tp)
-    return [TP(None if len(some) == 1 else _made[tuple(some)]) for some in members]
+    return [TP(None if len(some) == 1 else _groups[tuple(some)]) for some in members]
 
 
 def inputs(n, dtype):
-    """The ids are uneven: many rows name expert 1, none the last but one; some have padding, one has nothing else."""
+    """Return inputs with uneven ids: many rows for expert 1, none for expert n - 2, some ids and one row of padding."""
     x, g = randn(ROWS, H, dtype=dtype, seed=n), randn(ROWS, H, dtype=dtype)
     gate_up, down = randn(n, 2 * F, H, dtype=dtype, scale=0.3), randn(n, H, F, dtype=dtype, scale=0.3)
     ids = torch.rand(ROWS, n).argsort(1)[:, :4]
@@ -49,7 +50,7 @@ def inputs(n, dtype):
 
 
 def run(world, ep, tp, gather, n, dtype, sequence=False):
-    """Output, and the gradients of x, weights and this rank's matrices."""
+    """Return the output, and the gradients of x, weights and this rank's matrices."""
     ranks, experts = grid(world.rank, ep, tp)
     x, ids, weights, gate_up, down, g = inputs(n, dtype)
     if gather:
@@ -75,17 +76,19 @@ def run(world, ep, tp, gather, n, dtype, sequence=False):
 
 
 def whole(results, ep, tp, gather):
-    """What the ranks have together."""
+    """Combine the ranks' results into those of one rank."""
     if gather:
         rows = [torch.cat([r[i] for r in results]) for i in range(3)]
     else:
         rows = results[0][:3]
         for r in results:
             for a, b in zip(r[:3], rows, strict=True):
-                assert_bitwise_equal(a, b, "what all ranks have")
-    of_experts = [results[e * tp : e * tp + tp] for e in range(ep)]
-    gate_up = [torch.cat([torch.cat([r[3].chunk(2, 1)[i] for r in one], 1) for i in (0, 1)], 1) for one in of_experts]
-    down = [torch.cat([r[4] for r in one], 2) for one in of_experts]
+                assert_bitwise_equal(a, b, "replicated results")
+    by_expert_rank = [results[e * tp : e * tp + tp] for e in range(ep)]
+    gate_up = [
+        torch.cat([torch.cat([r[3].chunk(2, 1)[i] for r in one], 1) for i in (0, 1)], 1) for one in by_expert_rank
+    ]
+    down = [torch.cat([r[4] for r in one], 2) for one in by_expert_rank]
     return [*rows, torch.cat(gate_up), torch.cat(down)]
 
 
@@ -95,21 +98,21 @@ NAMES = ("output", "dx", "dweights", "dgate_up", "ddown")
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("n", [12, 60])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks(grids, n, dtype, gather):
-    """The output and the gradients of the experts' weights everywhere; those of x and the weights at each size of TP."""
-    of_tp = {tp: whole(grids.run(tp, run, 1, tp, False, n, dtype), 1, tp, False) for tp in (1, 2)}
+def test_bits_do_not_depend_on_ep_and_tp(grids, n, dtype, gather):
+    """Gradients of x and of the routing weights depend on the TP size only."""
+    by_tp = {tp: whole(grids.run(tp, run, 1, tp, False, n, dtype), 1, tp, False) for tp in (1, 2)}
     for ep, tp in ((1, 2), (2, 1), (2, 2), (4, 1)):
         got = whole(grids.run(ep * tp, run, ep, tp, gather, n, dtype), ep, tp, gather)
         for i, name in enumerate(NAMES):
-            want = of_tp[tp if name in ("dx", "dweights") else 1][i]
+            want = by_tp[tp if name in ("dx", "dweights") else 1][i]
             assert_bitwise_equal(got[i], want, f"{name} at EP {ep}, TP {tp}")
-    # Of the sums over features only the order differs. Each term is at most ~10 here.
+    # Only the order of the sums over features differs between TP sizes. Each term is at most ~10 here.
     for i in (1, 2):
-        tiny = 2 * gamma(2 * F) * 1e4 + 8 * UNIT[dtype] * of_tp[1][i].abs().max()
-        assert_within(of_tp[2][i], of_tp[1][i], tiny, NAMES[i])
+        tiny = 2 * gamma(2 * F) * 1e4 + 8 * UNIT[dtype] * by_tp[1][i].abs().max()
+        assert_within(by_tp[2][i], by_tp[1][i], tiny, NAMES[i])
 
 
-def test_sequences_of_matrices(grids):
+def test_list_of_matrices_equals_a_stacked_tensor(grids):
     for a, b in zip(*(grids.run(4, run, 2, 2, True, 12, torch.bfloat16, s) for s in (False, True)), strict=True):
         for name, x, y in zip(NAMES, a, b, strict=True):
             assert_bitwise_equal(x, y, name)
@@ -139,50 +142,52 @@ BAD = {
         | {"ids": torch.zeros(4, 1, dtype=torch.int64)}
     },
     "ids, its values: differs between": {2: {"ids": torch.tensor([[0], [4], [-1]])}},
-    "ids: -1 to 12 leave": {0: {"ids": torch.tensor([[0], [12], [-1]])}},
-    "first_expert: 6 is not 0": {1: {"first_expert": 6}},
+    "ids: must be in [-1, 12), got -1 to 12": {0: {"ids": torch.tensor([[0], [12], [-1]])}},
+    "first_expert: must be 0 on rank 0 of ep": {1: {"first_expert": 6}},
     "gather: differs between": {0: {"gather": True}},
     "requires_grad: differs between": {2: {"weights": torch.ones(3, 1, requires_grad=True)}},
 }
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_errors_reach_all_ranks(grids, message):
+def test_error_on_one_rank_raises_on_all(grids, message):
     for outcome in grids.outcomes(4, call, 2, 2, BAD[message], timeout=20):
         assert isinstance(outcome, Failed) and outcome.kind is InputError, outcome
         assert outcome.message.startswith(message), outcome.traceback
 
 
-def test_numbers_of_ranks(grids):
+def test_ranks_must_divide_leaves_and_subtrees(grids):
     grids.run(4, call, 4, 1, {})
     for message, sizes in (
-        ("tp: 4 ranks cannot share the 2 leaves", (1, 4)),
-        ("ep: 3 ranks cannot share the 4 subtrees", (3, 1)),
+        ("tp: size must divide the 2 k-tree leaves", (1, 4)),
+        ("ep: size must divide the 4 subtrees", (3, 1)),
     ):
         for outcome in grids.outcomes(sizes[0] * sizes[1], call, *sizes, {}, timeout=20):
             assert isinstance(outcome, Failed) and outcome.message.startswith(message), outcome
 
 
 class Padded(TP):
-    """Ranks of an engine, each of which knows how many rows the others have."""
+    """A stand-in for an engine's group, in which each rank knows the row counts of the others."""
 
-    def __init__(self, group, most):
+    def __init__(self, group, max_rows):
         super().__init__(group, agreed=True)
-        self.most = most
+        self.max_rows = max_rows
 
-    def height(self, rows):
-        return self.most
+    def padded_rows(self, rows):
+        return self.max_rows
 
 
 def uneven(world, counts, share, dtype):
-    """The op of engines that compile, on four ranks, that share experts or their features (`share`) and are as many replicas as
-    there are `counts` of rows."""
-    own, place = divmod(world.rank, 4 // len(counts))
-    owners = Padded(_made[tuple(range(place, 4, 4 // len(counts)))], max(counts))
-    library.name_group("all", TP(_made[0, 1, 2, 3], agreed=True))
-    library.name_group("owners", owners)
+    """Run the custom op on four ranks, which form one replica per entry of `counts`, its number of rows.
+
+    All ranks share the experts ("ep") or their features ("tp").
+    """
+    replica, place = divmod(world.rank, 4 // len(counts))
+    owners = Padded(_groups[tuple(range(place, 4, 4 // len(counts)))], max(counts))
+    library.register_group("all", TP(_groups[0, 1, 2, 3], agreed=True))
+    library.register_group("owners", owners)
     x, ids, weights, gate_up, down, _ = inputs(12, dtype)
-    x, ids, weights = (t.split(counts)[own] for t in (x, ids, weights))
+    x, ids, weights = (t.split(counts)[replica] for t in (x, ids, weights))
     if share == "ep":
         gate_up, down = gate_up.chunk(4)[world.rank], down.chunk(4)[world.rank]
     else:
@@ -195,8 +200,7 @@ def uneven(world, counts, share, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", ["ep", "tp"])
 @pytest.mark.parametrize("counts", [(7, 0, 3, 6), (1, 15)])
-def test_replicas_with_rows_of_their_own(grids, counts, share, dtype):
-    """As many as they like; ranks of one replica have the same."""
+def test_replicas_may_have_different_row_counts(grids, counts, share, dtype):
     x, ids, weights, gate_up, down, _ = inputs(12, dtype)
     want = ops.moe_experts(x, ids, weights, gate_up, down).split(counts)
     for rank, got in enumerate(grids.run(4, uneven, counts, share, dtype)):
@@ -213,6 +217,6 @@ def without_rows(world):
     return out.detach(), x.grad
 
 
-def test_a_batch_without_rows(grids):
+def test_empty_batch(grids):
     for out, dx in grids.run(4, without_rows):
         assert out.shape == dx.shape == (0, 16)

@@ -1,5 +1,4 @@
-"""Norms of queries and keys and their rotation in one op have the bytes of the ops one after the other, whatever the
-shape, the strides and the rotated part."""
+"""qk_norm_rope gives the bits of rms_norm followed by rope, for every shape, stride and rotary_dim."""
 
 import hypothesis.strategies as st
 import pytest
@@ -30,8 +29,8 @@ def assert_same(*arguments, **options):
 
 
 def views(t, heads, kv_heads, dim, dtype, layout):
-    """Queries and keys, as a projection leaves them or otherwise."""
-    if layout == "joint":  # rows of queries, keys and values
+    """Return queries and keys in a memory layout, such as views of a joint QKV projection."""
+    if layout == "joint":  # fused QKV rows
         return (
             randn(t, (heads + 2 * kv_heads) * dim, dtype=dtype)
             .view(t, heads + 2 * kv_heads, dim)
@@ -41,7 +40,7 @@ def views(t, heads, kv_heads, dim, dtype, layout):
         return tuple(randn(n, t, dim, dtype=dtype).transpose(0, 1) for n in (heads, kv_heads))
     if layout == "by column":  # no unit stride
         return tuple(randn(t, dim, n, dtype=dtype).transpose(1, 2) for n in (heads, kv_heads))
-    if layout == "odd":  # addresses and strides that are no multiples of 16 bytes
+    if layout == "odd":  # addresses and strides not aligned to 16 bytes
         return tuple(randn(t, n, dim + 3, dtype=dtype)[..., 1 : dim + 1] for n in (heads, kv_heads))
     return tuple(randn(t, n, dim, dtype=dtype) for n in (heads, kv_heads))
 
@@ -60,7 +59,7 @@ LAYOUTS = ("dense", "joint", "by head", "by column", "odd")
     dtype=dtypes,
     seed=seeds,
 )
-def test_bits_are_those_of_the_separate_ops(t, heads, kv_heads, half, rotated, zero_centered, layout, dtype, seed):
+def test_bits_equal_those_of_the_separate_ops(t, heads, kv_heads, half, rotated, zero_centered, layout, dtype, seed):
     torch.manual_seed(seed)
     rotary = 2 * max(1, round(half * rotated))
     q, k = views(t, heads, kv_heads, 2 * half, dtype, layout)
@@ -78,23 +77,23 @@ def test_bits_are_those_of_the_separate_ops(t, heads, kv_heads, half, rotated, z
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim, rotary", [(128, 128), (128, 64), (96, 96), (256, 64), (80, 20), (2, 2)])
-def test_special_values(dim, rotary, dtype):
-    """Zeros of both signs, what overflows and underflows when it is squared, NaN and infinity: in one op as in two."""
+def test_special_values_give_the_bits_of_the_separate_ops(dim, rotary, dtype):
+    """Use zeros of both signs, values whose squares overflow or underflow, NaN and infinity."""
     torch.manual_seed(dim + rotary)
     joint = randn(64, 6, dim) * 10.0 ** torch.randint(-25, 20, (64, 6, 1))
     joint = torch.where(torch.rand(joint.shape) < 0.1, -0.0, joint)
     joint[3, 1, 0], joint[7, 5, dim - 1], joint[9, 2, 1], joint[11] = float("nan"), float("inf"), -float("inf"), -0.0
     joint = joint.to(dtype)
     weights = [torch.where(torch.rand(dim) < 0.1, -0.0, randn(dim)).to(dtype) for _ in range(2)]
-    positions = torch.randint(0, POSITIONS, (64,)) * (torch.arange(64) % 4 > 0)  # position 0 turns by nothing
+    positions = torch.randint(0, POSITIONS, (64,)) * (torch.arange(64) % 4 > 0)  # position 0 does not rotate
     table = ops.rope_table(rotary, POSITIONS, 1e4, joint.device)
     for eps in (1e-6, 1e-37):
         found = assert_same(joint[:, :4], joint[:, 4:], *weights, eps, positions, table, rotary_dim=rotary)
         assert [bool(a.isnan().any()) for a in found] == [True, True]
 
 
-def test_it_is_rounded_between_norm_and_rotation():
-    """Else a bit would be another, of this many elements."""
+def test_result_is_rounded_between_norm_and_rotation():
+    """Without this rounding, at least one bit of these elements would differ."""
     q, k, weight = randn(40, 4, 64, dtype=torch.bfloat16, seed=3), randn(40, 2, 64), randn(64, dtype=torch.bfloat16)
     positions, table = torch.randint(1, POSITIONS, (40,)), ops.rope_table(64, POSITIONS, 1e4, q.device)
     rounded, _ = ops.qk_norm_rope(q, k.bfloat16(), weight, weight, 1e-6, positions, table)
@@ -102,7 +101,7 @@ def test_it_is_rounded_between_norm_and_rotation():
     assert not torch.equal(rounded, exact.bfloat16())
 
 
-@pytest.mark.skipif(not CPU, reason="backends of the CPU")
+@pytest.mark.skipif(not CPU, reason="compares backends of the CPU")
 def test_backends_agree():
     q, k, weight = randn(9, 4, 24, seed=1), randn(9, 2, 24), randn(24)
     for dtype in (torch.float32, torch.bfloat16):
@@ -116,7 +115,7 @@ def test_backends_agree():
             assert_bitwise_equal(a, b)
 
 
-def test_a_token_does_not_know_of_others():
+def test_tokens_are_independent():
     q, k, weight = randn(70, 4, 64, dtype=torch.bfloat16, seed=5), randn(70, 2, 64).bfloat16(), randn(64).bfloat16()
     positions, table = torch.randint(0, POSITIONS, (70,)), ops.rope_table(64, POSITIONS, 1e4, q.device)
 
@@ -136,7 +135,7 @@ def gradients(run, leaves, dy):
 
 
 def assert_same_gradients(leaves, dy, eps, positions, table, **options):
-    """Of queries, keys and the weights of their norms."""
+    """Check the gradients of queries, keys and norm weights against those of the separate ops; return them."""
     rest = eps, positions, table
     found = gradients(lambda *given: ops.qk_norm_rope(*given, *rest, **options), leaves, dy)
     want = gradients(lambda *given: separate(*given, *rest, **options), leaves, dy)
@@ -159,7 +158,7 @@ def assert_same_gradients(leaves, dy, eps, positions, table, **options):
     dtype=dtypes,
     seed=seeds,
 )
-def test_gradients_are_those_of_the_separate_ops(
+def test_gradients_equal_those_of_the_separate_ops(
     t, heads, kv_heads, half, rotated, zero_centered, layouts, without, dtype, seed
 ):
     torch.manual_seed(seed)
@@ -174,8 +173,8 @@ def test_gradients_are_those_of_the_separate_ops(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim, rotary", [(128, 128), (128, 64), (96, 96), (80, 20)])
-def test_gradients_of_special_values(dim, rotary, dtype):
-    """As in `test_special_values`, in what is given and in the gradients that come in."""
+def test_gradients_of_special_values_equal_those_of_the_separate_ops(dim, rotary, dtype):
+    """Both the inputs and the incoming gradients hold special values."""
     torch.manual_seed(dim + rotary)
     joint = randn(64, 12, dim) * 10.0 ** torch.randint(-25, 20, (64, 12, 1))
     joint = torch.where(torch.rand(joint.shape) < 0.1, -0.0, joint)
@@ -184,14 +183,14 @@ def test_gradients_of_special_values(dim, rotary, dtype):
     weights = [torch.where(torch.rand(dim) < 0.1, -0.0, randn(dim)).to(dtype) for _ in range(2)]
     positions = torch.randint(0, POSITIONS, (64,)) * (torch.arange(64) % 4 > 0)
     table = ops.rope_table(rotary, POSITIONS, 1e4, joint.device)
-    # Rows before and after those with NaN are chains of a weight's gradient on their own.
+    # Separate calls keep NaN out of the weight gradients of the rows before and after.
     for rows in (slice(0, 3), slice(3, 12), slice(12, 64)):
         leaves = q[rows], k[rows], *weights
         assert_same_gradients(leaves, (dyq[rows], dyk[rows]), 1e-6, positions[rows], table, rotary_dim=rotary)
 
 
-def test_gradients_are_those_of_the_formula():
-    """Against float64 and torch's autograd; the bound is of bf16: a rounding of each of norm, rotation and gradient."""
+def test_gradients_match_the_formula():
+    """The float64 bound allows one bf16 rounding each of norm, rotation and gradient."""
     q, k = randn(30, 4, 64, dtype=torch.bfloat16, seed=7), randn(30, 2, 64, dtype=torch.bfloat16, seed=8)
     weights = [randn(64, dtype=torch.bfloat16, seed=9), randn(64, dtype=torch.bfloat16, seed=10)]
     dy = [randn(*t.shape, dtype=torch.bfloat16, seed=i) for i, t in enumerate((q, k))]
@@ -209,7 +208,7 @@ def test_gradients_are_those_of_the_formula():
         assert (a.double() - b).abs().max() <= 4 * 2**-8 * b.abs().max()
 
 
-def test_the_custom_op_has_no_gradients():
+def test_custom_op_has_no_gradients():
     given = [randn(3, 4, 8), randn(3, 2, 8).requires_grad_(), randn(8), randn(8)]
     rest = 1e-6, torch.arange(3), ops.rope_table(8, POSITIONS, 1e4, given[0].device)
     with pytest.raises(UnsupportedError, match="^alignkit::qk_norm_rope: forward only"):

@@ -1,4 +1,4 @@
-"""In one launch on a GPU: rows in place, in a CUDA graph, of any schedule, and of positions that are none."""
+"""qk_norm_rope on a GPU: strided rows, CUDA graphs, all schedules, and invalid positions."""
 
 from unittest import mock
 
@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 
 def projected(tokens, heads=32, kv_heads=8, dim=128, dtype=BF16):
-    """Queries and keys in the rows of a projection."""
+    """Return queries and keys as views of a QKV projection."""
     joint = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype, seed=tokens)
     q, k, _ = joint.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
     return q.view(tokens, heads, dim), k.view(tokens, kv_heads, dim)
@@ -31,7 +31,7 @@ def rest(tokens, dim=128, rotary=None, dtype=BF16):
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1000, 16384])
 @pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (64, 8, 128), (28, 4, 128), (16, 8, 64), (7, 1, 256)])
-def test_a_projections_rows(tokens, heads, kv_heads, dim):
+def test_projections_rows_need_no_copy(tokens, heads, kv_heads, dim):
     for dtype in (BF16, torch.float32):
         q, k = projected(tokens, heads, kv_heads, dim, dtype)
         q_weight, k_weight, *given = rest(tokens, dim, dtype=dtype)
@@ -41,8 +41,8 @@ def test_a_projections_rows(tokens, heads, kv_heads, dim):
 
 
 @pytest.mark.parametrize("dim, rotary", [(128, 64), (256, 64), (96, 96), (80, 80), (5120, 5120), (6000, 64)])
-def test_heads_of_other_sizes(dim, rotary):
-    """Longer ones are CUDA's if they are normalised alone."""
+def test_other_head_dims(dim, rotary):
+    """The CUDA backend normalizes such long heads in a separate op."""
     q, k = projected(37, 3, 2, dim)
     for zero_centered in (False, True):
         q_weight, k_weight, *given = rest(37, dim, rotary)
@@ -64,7 +64,7 @@ def test_backends_agree(backend):
 
 @pytest.mark.parametrize("dim, rotary", [(128, 128), (128, 64), (96, 96)])
 @pytest.mark.parametrize("elements", [128, 512, 1024, 4096, 8192])
-def test_every_schedule(elements, dim, rotary):
+def test_every_schedule_gives_the_same_bits(elements, dim, rotary):
     from alignkit.ops.qk_norm_rope import triton
 
     q, k = projected(77, dim=dim)
@@ -74,18 +74,18 @@ def test_every_schedule(elements, dim, rotary):
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
-@pytest.mark.parametrize("joined", [1, 3, 8])
-def test_gradients_of_every_schedule(joined, backend):
+@pytest.mark.parametrize("levels", [1, 3, 8])
+def test_gradients_of_every_schedule_have_the_same_bits(levels, backend):
     from alignkit.ops.qk_norm_rope import triton
 
     (q, k), (q_weight, k_weight, *given) = projected(333), rest(333)
     dy = [randn(*x.shape, dtype=BF16, seed=i) for i, x in enumerate((q, k))]
-    with mock.patch.object(triton, "JOINED", joined), dispatch.use(backend):
+    with mock.patch.object(triton, "TREE_LEVELS", levels), dispatch.use(backend):
         assert_same_gradients((q, k, q_weight, k_weight), dy, *given)
 
 
-def test_gradients_wait_for_nothing_and_keep_what_comes_in():
-    """Beside what comes in and out, the sums of the weights' gradients: 4 bytes for each 16 elements, and their tree."""
+def test_gradients_do_not_synchronize_or_copy_their_inputs():
+    """Extra memory holds only rstd and the weight gradients' partial sums: 4 bytes per 16 elements, and their tree."""
     (q, k), (q_weight, k_weight, *given) = projected(4096), rest(4096)
     leaves = [t.detach().requires_grad_() for t in (q, k, q_weight, k_weight)]
     dy = [randn(*x.shape, dtype=BF16, seed=i) for i, x in enumerate((q, k))]
@@ -95,7 +95,7 @@ def test_gradients_wait_for_nothing_and_keep_what_comes_in():
 
     want = run()
     torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -105,12 +105,12 @@ def test_gradients_wait_for_nothing_and_keep_what_comes_in():
     torch.cuda.synchronize()
     elements = q.numel() + k.numel()
     rstd, results, sums = 4 * elements // 128, 2 * elements, 4 * elements // 16
-    assert torch.cuda.max_memory_allocated() - held <= rstd + 2 * results + sums * 65 // 64 + 2**16
+    assert torch.cuda.max_memory_allocated() - allocated <= rstd + 2 * results + sums * 65 // 64 + 2**16
     for a, b in zip(again, want, strict=True):
         assert_bitwise_equal(a, b)
 
 
-def test_captured_in_a_graph_and_nothing_waits():
+def test_graph_capture_without_synchronization():
     q, k = projected(300)
     q_weight, k_weight, eps, positions, table = rest(300)
 
@@ -137,21 +137,21 @@ def test_captured_in_a_graph_and_nothing_waits():
         assert_bitwise_equal(a, b.flip(0), "replayed with other values and positions")
 
 
-def test_memory_is_neither_copied_nor_touched():
-    """What a call takes is its results; what stands beside queries and keys is as it was."""
+def test_inputs_are_neither_copied_nor_modified():
+    """A call allocates only its results, and leaves the rest of the joint tensor unchanged."""
     joint = randn(4096, 48, 128, dtype=BF16, seed=1)
     before, given = joint.clone(), rest(4096)
     ops.qk_norm_rope(joint[:, :32], joint[:, 32:40], *given)
     torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     results = ops.qk_norm_rope(joint[:, :32], joint[:, 32:40], *given)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - held <= sum(t.nbytes for t in results) + 4096
+    assert torch.cuda.max_memory_allocated() - allocated <= sum(t.nbytes for t in results) + 4096
     assert_bitwise_equal(joint, before)
 
 
-def test_positions_outside_the_table_are_nan_in_what_is_rotated():
+def test_invalid_positions_give_nan_in_the_rotated_part():
     q, k = projected(6)
     q_weight, k_weight, eps, _, table = rest(6, rotary=64)
     positions = torch.tensor([0, -1, 5, POSITIONS, POSITIONS - 1, 2**40])

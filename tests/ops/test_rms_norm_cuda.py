@@ -1,4 +1,4 @@
-"""RMSNorm by CUDA has the bytes of Triton's, whatever the shape, the strides and the schedule."""
+"""CUDA RMSNorm gives the bits of Triton for every shape, stride and schedule."""
 
 import random
 
@@ -49,11 +49,11 @@ SIZES = (
     9216,
     16384,
 )
-"""The ends of what each kernel takes, and between. With d_total one takes all from 4104 to 8192."""
+"""Limits of each kernel's range, and sizes between them; with d_total, one kernel covers 4104 to 8192."""
 KINDS = ("usual", "any magnitude", "zeros of both signs", "products that underflow", "NaN and inf")
 
 
-def draw(shape, kind):
+def random_values(shape, kind):
     t = torch.randn(shape)
     if kind == "any magnitude":
         t *= 10.0 ** torch.randint(-8, 8, shape)
@@ -68,20 +68,22 @@ def draw(shape, kind):
 
 
 def strided(rows, heads, h, kind):
-    """[rows, h], or [rows, heads, h] within a joint tensor."""
+    """Return a random view [rows, h] or [rows, heads, h] of a larger tensor."""
     if heads == 1:
-        return random.choice([lambda: draw((rows, h), kind), lambda: draw((rows, h + 16), kind)[:, 8 : 8 + h]])()
+        return random.choice(
+            [lambda: random_values((rows, h), kind), lambda: random_values((rows, h + 16), kind)[:, 8 : 8 + h]]
+        )()
     return random.choice(
         [
-            lambda: draw((rows, heads + 2, h), kind)[:, 1 : 1 + heads],
-            lambda: draw((rows, heads, h + 8), kind)[..., :h],
-            lambda: draw((heads, rows, h), kind).transpose(0, 1),
+            lambda: random_values((rows, heads + 2, h), kind)[:, 1 : 1 + heads],
+            lambda: random_values((rows, heads, h + 8), kind)[..., :h],
+            lambda: random_values((heads, rows, h), kind).transpose(0, 1),
         ]
     )()
 
 
 def assert_same(x, residual, weight, zero_centered, kind, what):
-    """Both passes of both backends; of the CUDA kernels' backward pass all schedules, and dweight before it is rounded."""
+    """Compare forward and backward of both backends, with all schedules of the CUDA backward and unrounded dweight."""
     from alignkit.ops.rms_norm import cuda as kernels
     from alignkit.ops.rms_norm import forward, triton
     from alignkit.ops.rms_norm.problem import Norm
@@ -91,10 +93,10 @@ def assert_same(x, residual, weight, zero_centered, kind, what):
     for name, a, b in zip(("total", "y", "rstd"), got, want, strict=True):
         assert_bitwise_equal(a, b, f"{name}, {what}")
     total, y, rstd = got
-    dy, d_total = draw(y.shape, kind), None if residual is None else draw(y.shape, kind)
+    dy, d_total = random_values(y.shape, kind), None if residual is None else random_values(y.shape, kind)
     dx, dweight = triton.backward(dy, total, weight, rstd, d_total, zero_centered)
     tensors = (total, dy, weight) if d_total is None else (total, dy, weight, d_total)
-    if kernels.backward_refuses(Norm("cuda", tuple(map(operand, tensors)))) is not None:
+    if kernels.backward_rejects(Norm("cuda", tuple(map(operand, tensors)))) is not None:
         return
     for chains in (0, 1, 2, 4, 8, -2, -4, -8):
         got = kernels.backward(dy, total, weight, rstd, d_total, zero_centered, FP32, chains)
@@ -106,7 +108,7 @@ def assert_same(x, residual, weight, zero_centered, kind, what):
 
 @pytest.mark.parametrize("h", SIZES)
 @given(data=st.data(), seed=seeds)
-def test_bits_are_those_of_triton(h, data, seed):
+def test_bits_equal_those_of_triton(h, data, seed):
     torch.manual_seed(seed)
     random.seed(seed)
     kind = data.draw(st.sampled_from(KINDS))
@@ -114,7 +116,7 @@ def test_bits_are_those_of_triton(h, data, seed):
         st.sampled_from([(65, 3), (64, 3), (17, 3), (16, 3), (15, 1), (3, 1), (2, 1), (1, 1), (1100, 1)])
     )
     x = strided(rows, heads, h, kind)
-    weight = draw((h,), kind if kind == "zeros of both signs" else "usual")
+    weight = random_values((h,), kind if kind == "zeros of both signs" else "usual")
     for residual in (None, strided(rows, heads, h, kind)):
         assert_same(x, residual, weight, h % 3 == 0, kind, f"{h}, {rows} rows, {heads} heads, {kind}")
 
@@ -132,42 +134,47 @@ def test_bits_are_those_of_triton(h, data, seed):
         (4097, 1, 16384),
     ],
 )
-def test_far_more_rows_than_the_device_holds(rows, heads, h):
-    """So runs of several lengths, as is best. Also: whole trees of chains, which have no absent ones."""
+def test_far_more_rows_than_fit_on_the_device(rows, heads, h):
+    """CTAs process runs of rows of several lengths; some trees of chains are complete."""
     torch.manual_seed(rows)
     for kind in ("usual", "products that underflow"):
         assert_same(
-            strided(rows, heads, h, kind), None, draw((h,), "usual"), False, kind, f"{rows} rows of {heads} x {h}"
+            strided(rows, heads, h, kind),
+            None,
+            random_values((h,), "usual"),
+            False,
+            kind,
+            f"{rows} rows of {heads} x {h}",
         )
 
 
 @pytest.mark.parametrize(
     "x",
     [
-        lambda: draw((50, 4096), "usual").float(),
-        lambda: draw((50, 100), "usual"),
-        lambda: draw((50, 32), "usual"),
-        lambda: draw((5, 16392), "usual"),
-        lambda: draw((50, 65), "usual")[:, 1:],
-        lambda: draw((50, 68), "usual")[:, :64],
-        lambda: draw((0, 64), "usual"),
+        lambda: random_values((50, 4096), "usual").float(),
+        lambda: random_values((50, 100), "usual"),
+        lambda: random_values((50, 32), "usual"),
+        lambda: random_values((5, 16392), "usual"),
+        lambda: random_values((50, 65), "usual")[:, 1:],
+        lambda: random_values((50, 68), "usual")[:, :64],
+        lambda: random_values((0, 64), "usual"),
     ],
 )
-def test_what_the_kernels_do_not_take(x):
+def test_unsupported_inputs_use_triton(x):
     x = x()
-    weight = draw(x.shape[-1:], "usual").to(x.dtype)
-    seen = []
+    weight = random_values(x.shape[-1:], "usual").to(x.dtype)
+    results = []
     for backend in ("cuda", "triton"):
         leaves = [t.detach().requires_grad_() for t in (x, weight, x)]
         with dispatch.use(backend):
             out = ops.rms_norm(*leaves[:2], 1e-6, leaves[2])
-            seen.append([*out, *torch.autograd.grad(out, leaves, [torch.ones_like(o) for o in out])])
-    for i, (a, b) in enumerate(zip(*seen, strict=True)):
+            results.append([*out, *torch.autograd.grad(out, leaves, [torch.ones_like(o) for o in out])])
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
         assert_bitwise_equal(a, b, f"output or gradient {i}")
 
 
-def test_captured_in_a_graph_and_nothing_waits():
-    x, weight, dy = (draw(shape, "usual") for shape in ((3000, 1024), (1024,), (3000, 1024)))
+def test_graph_capture_without_synchronization():
+    x, weight, dy = (random_values(shape, "usual") for shape in ((3000, 1024), (1024,), (3000, 1024)))
 
     def run():
         leaves = [t.detach().requires_grad_() for t in (x, weight)]

@@ -1,5 +1,9 @@
-"""The kernels of csrc/sm90/rms_norm on a CPU: compiled against tests/ops/cuda_on_cpu, and compared by bytes with the formula of
-the contract. Who takes which rows, what waits for what, and how the sums of dweight are joined is the same on a GPU."""
+"""The kernels of csrc/sm90/rms_norm on a CPU, compared bitwise with the contract's formula.
+
+The kernels are compiled against tests/ops/cuda_on_cpu. The distribution of rows, the synchronization and the sums of
+dweight are the same as on a GPU. `expected_forward` and `expected_backward` restate docs/contract.md, "RMSNorm", and
+change only with it.
+"""
 
 import ctypes
 import re
@@ -22,7 +26,7 @@ EPS = 1e-6
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """The kernels for the CPU, called in place of those of the GPU."""
+    """Yield the op's CUDA module with its calls redirected to the kernels compiled for the CPU."""
     folder = tmp_path_factory.mktemp("on_cpu")
     (folder / "sm90/rms_norm").mkdir(parents=True)
     shutil.copy(SOURCE / "interface.h", folder)
@@ -36,7 +40,8 @@ def kernels(tmp_path_factory):
     source = folder / "sm90/rms_norm/rms_norm.cpp"
     source.write_text(text)
     library = folder / "kernel.so"
-    options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared -U_FORTIFY_SOURCE"  # that forbids jumps to other stacks
+    # Fortified longjmp rejects jumps to other stacks.
+    options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared -U_FORTIFY_SOURCE"
     subprocess.run(["c++", *options.split(), str(source), "-o", str(library)], check=True)
     lib = ctypes.CDLL(str(library))
 
@@ -49,7 +54,7 @@ def kernels(tmp_path_factory):
 
 
 def tree(t, dim):
-    """The balanced tree over a dimension, of which absent leaves are 0."""
+    """Sum a dimension by a balanced tree; missing leaves are 0."""
     t = t.movedim(dim, 0)
     while len(t) > 1:
         if len(t) % 2:
@@ -58,13 +63,13 @@ def tree(t, dim):
     return t[0]
 
 
-def wanted_forward(x, weight, offset):
+def expected_forward(x, weight, offset):
     v = x.float()
     rstd = 1.0 / (tree(v * v, 1) / v.shape[1] + EPS).double().sqrt().float()
     return (v * rstd[:, None] * (weight.float() + offset)).bfloat16(), rstd
 
 
-def wanted_backward(dy, x, weight, offset, rstd, d_total):
+def expected_backward(dy, x, weight, offset, rstd, d_total):
     dy, v, w = dy.float(), x.float(), weight.float() + offset
     c = tree(dy * w * v, 1) / v.shape[1] * rstd * rstd
     dx = (rstd[:, None] * fma(-c[:, None].expand_as(v), v, dy * w)).bfloat16()
@@ -77,17 +82,19 @@ def wanted_backward(dy, x, weight, offset, rstd, d_total):
     return dx if d_total is None else dx + d_total, tree(torch.stack(chains), 0)
 
 
-def draw(*shape):
+def random_bf16(*shape):
     t = torch.randn(*shape)
     return torch.where(torch.rand(shape) < 0.1, torch.where(torch.rand(shape) < 0.5, -0.0, -1e-30), t).bfloat16()
 
 
 @pytest.mark.parametrize("rows, h", [(3, 2056), (2, 3584), (1, 5120), (1, 16384)])
-def test_forward(kernels, rows, h):
+def test_forward_matches_the_contract(kernels, rows, h):
     torch.manual_seed(h)
-    x, weight = draw(rows, h + 16)[:, 8 : 8 + h], draw(h)
+    x, weight = random_bf16(rows, h + 16)[:, 8 : 8 + h], random_bf16(h)
     _, y, rstd = kernels.forward(x, weight, EPS, None, zero_centered=rows == 2)
-    for name, a, b in zip(("y", "rstd"), (y, rstd), wanted_forward(x, weight, 1.0 if rows == 2 else -0.0), strict=True):
+    for name, a, b in zip(
+        ("y", "rstd"), (y, rstd), expected_forward(x, weight, 1.0 if rows == 2 else -0.0), strict=True
+    ):
         assert_bitwise_equal(a, b, name)
 
 
@@ -107,11 +114,16 @@ def test_forward(kernels, rows, h):
         (20, 8200),
     ],
 )
-def test_backward(kernels, rows, h, total):
+def test_backward_matches_the_contract(kernels, rows, h, total):
     torch.manual_seed(rows + h)
-    x, dy, weight, d_total = draw(rows, h + 16)[:, 8 : 8 + h], draw(rows, h), draw(h), draw(rows, h) if total else None
-    _, rstd = wanted_forward(x, weight, -0.0)
-    dx, dweight = wanted_backward(dy, x, weight, -0.0, rstd, d_total)
+    x, dy, weight, d_total = (
+        random_bf16(rows, h + 16)[:, 8 : 8 + h],
+        random_bf16(rows, h),
+        random_bf16(h),
+        random_bf16(rows, h) if total else None,
+    )
+    _, rstd = expected_forward(x, weight, -0.0)
+    dx, dweight = expected_backward(dy, x, weight, -0.0, rstd, d_total)
     for chains in (0, 1, 2, 4, 8, -2, -4, -8):
         got = kernels.backward(dy, x, weight, rstd, d_total, dweight_dtype=FP32, chains=chains)
         for name, a, b in zip(("dx", "dweight"), got, (dx, dweight), strict=True):

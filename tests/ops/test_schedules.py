@@ -1,4 +1,4 @@
-"""On CUDA a schedule is free and a bit is not: every tile gives the same bytes."""
+"""Schedules of GEMMs on a GPU: every tile gives the same bits."""
 
 import hypothesis.strategies as st
 import pytest
@@ -33,7 +33,7 @@ TILES = {
 @pytest.mark.parametrize("m,n,k", [(1, 512, 4096), (129, 1000, 1536), (300, 257, 384), (2134, 640, 1024)])
 @pytest.mark.parametrize("leaves", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_matmul(m, n, k, leaves, dtype):
+def test_every_tile_gives_the_same_bits(m, n, k, leaves, dtype):
     from alignkit.ops.linear.triton import tiles
 
     a, b, bias = randn(m, k, dtype=dtype, seed=m), randn(n, k, dtype=dtype), randn(n, dtype=dtype)
@@ -64,20 +64,20 @@ def test_matmul(m, n, k, leaves, dtype):
 
 
 def assert_hopper(a, b, leaves, bias, dtype):
-    """hopper.py takes the product, and gives the bytes of tiles, however it cuts those of the last round."""
+    """Check that hopper.py computes the product with the bits of `tiles`, for every cut of the last wave's tiles."""
     from alignkit.ops.linear import hopper
     from alignkit.ops.linear.triton import tiles
 
     want = torch.empty(a.shape[0], b.shape[0], dtype=dtype)
     tiles(a, b, leaves, bias, want, False)
-    for _ in range(3):  # a missing barrier would not show each time
+    for _ in range(3):  # a missing barrier may not show in each run
         got = torch.full_like(want, float("nan"))
         assert by_hopper(a, b, leaves, bias, got)
         assert_bitwise_equal(got, want, f"{tuple(a.shape)} x {tuple(b.shape)}, {leaves} leaves")
     p = Product.of(families.TRITON, a, b, leaves, bias, want, False)
     for cut in hopper.ways(p):
         run = hopper.prepare_cut(p, cut)
-        for _ in range(2):  # flags of the first time would be taken for those of the second
+        for _ in range(2):  # stale flags of the first run would break the second
             got = torch.full_like(want, float("nan"))
             run(a, b, bias, got)
             assert_bitwise_equal(got, want, f"{tuple(a.shape)} x {tuple(b.shape)}, {leaves} leaves, {cut}")
@@ -95,18 +95,18 @@ def assert_hopper(a, b, leaves, bias, dtype):
     pad=st.sampled_from([0, 8]),
     seed=seeds,
 )
-def test_hopper(m, n, slices, leaves, bias, dtype, pad, seed):
+def test_hopper_has_the_bits_of_tiles(m, n, slices, leaves, bias, dtype, pad, seed):
     n, k = 8 * n, 16 * slices * leaves
     torch.manual_seed(seed)
     a, b = (randn(rows, k + pad, dtype=torch.bfloat16)[:, :k] for rows in (m, n))
     bias = randn(n, dtype=torch.bfloat16) if bias else None
     want = assert_hopper(a, b, leaves, bias, dtype)
-    assert_bitwise_equal(matmul(a, b, leaves=leaves, bias=bias, out_dtype=dtype), want, "the choice")
+    assert_bitwise_equal(matmul(a, b, leaves=leaves, bias=bias, out_dtype=dtype), want, "the chosen kernel")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("leaves", [1, 8])
-def test_hopper_on_special_values(leaves, dtype):
+def test_hopper_has_the_bits_of_tiles_for_special_values(leaves, dtype):
     a, b, bias = (randn(*shape, dtype=torch.bfloat16) for shape in ((300, 512), (264, 512), (264,)))
     for t in (a, b):
         t[0], t[1], t[2] = 0.0, -0.0, -t[2].abs()
@@ -128,7 +128,7 @@ def test_more_than_2_31_elements():
 @pytest.mark.parametrize(
     "case", ["fp32", "mixed", "leaf", "odd rows", "odd out", "address", "expanded", "by column", "no k"]
 )
-def test_operands_that_are_left_to_tiles(case):
+def test_unsupported_operands_use_tiles(case):
     m, n, k = 300, 100 if case == "odd out" else 264, 8 * (24 if case == "leaf" else 64)
     a, b = randn(m, k, dtype=torch.bfloat16), randn(n, k, dtype=torch.bfloat16)
     if case == "fp32":
@@ -148,18 +148,18 @@ def test_operands_that_are_left_to_tiles(case):
     out = torch.full((m, n), 7.0, dtype=torch.bfloat16)
     assert not by_hopper(a, b, 8, None, out)
     assert bool((out == 7).all())
-    if case not in ("no k", "leaf"):  # the contract has no leaves of another length than a multiple of 16
+    if case not in ("no k", "leaf"):  # the contract's leaves have lengths that are multiples of 16
         got = matmul(a, b, leaves=8)
         assert_bitwise_equal(got[:40], matmul(a[:40].contiguous(), b.contiguous(), leaves=8), "some of the rows alone")
 
 
 @pytest.mark.parametrize("m", [40, 300])
-def test_a_launch_is_repeated_only_for_what_it_was_prepared_for(m):
-    """Address, strides, types and the bias change from call to call; each answer is that of fresh, contiguous operands."""
+def test_cached_launch_is_used_only_for_its_own_problem(m):
+    """Address, strides, dtypes and bias change between calls; each result equals that of new, contiguous operands."""
     n, k = 264, 512
     pool, b, bias = (randn(*shape, dtype=torch.bfloat16) for shape in ((m * 1040,), (n, k), (2 * n,)))
     for _ in range(2):
-        for at, stride, dtype, c in (
+        for offset, stride, dtype, c in (
             (0, (k, 1), torch.float32, None),
             (8, (k, 1), torch.float32, None),
             (1, (k, 1), torch.float32, None),
@@ -169,9 +169,9 @@ def test_a_launch_is_repeated_only_for_what_it_was_prepared_for(m):
             (0, (k + 8, 1), torch.bfloat16, bias[1 : n + 1]),
             (0, (k + 8, 1), torch.bfloat16, bias[::2]),
         ):
-            a = pool.as_strided((m, k), stride, at)
+            a = pool.as_strided((m, k), stride, offset)
             for leaves in (1, 8):
                 got = matmul(a, b, leaves=leaves, bias=c, out_dtype=dtype)
                 want = matmul(a.clone(memory_format=torch.contiguous_format), b, leaves=leaves, out_dtype=torch.float32)
                 want = (want if c is None else want + c.float()).to(dtype)
-                assert_bitwise_equal(got, want, f"at {at}, strides {stride}, {leaves} leaves")
+                assert_bitwise_equal(got, want, f"offset {offset}, strides {stride}, {leaves} leaves")

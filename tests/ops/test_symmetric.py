@@ -1,4 +1,4 @@
-"""What is set about sums in symmetric memory; without a GPU. tests/ops/test_tp_cuda.py has the sums."""
+"""Settings of sums in symmetric memory, without a GPU; tests/ops/test_tp_cuda.py tests the sums."""
 
 import datetime
 import random
@@ -18,7 +18,7 @@ def group(**options):
     return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(**options))
 
 
-def test_a_wait_is_as_long_as_the_groups(monkeypatch):
+def test_timeout_defaults_to_that_of_the_group(monkeypatch):
     monkeypatch.delenv("ALIGNKIT_SYMMETRIC_TIMEOUT", raising=False)
     given = SimpleNamespace(_timeout=datetime.timedelta(minutes=30))
     assert symmetric._timeout(group(options=given), DEVICE) == 1800
@@ -28,34 +28,33 @@ def test_a_wait_is_as_long_as_the_groups(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["soon", "", "0", "-1", "nan", "inf"])
-def test_a_wait_that_is_no_time(monkeypatch, value):
-    """It is said on all ranks, which then do without symmetric memory: a rank that failed alone would leave others waiting."""
+def test_invalid_timeout_disables_symmetric_memory_on_all_ranks(monkeypatch, value):
+    """All ranks warn and continue without symmetric memory; one rank alone would leave the others waiting."""
     monkeypatch.setenv("ALIGNKIT_SYMMETRIC_TIMEOUT", value)
-    with pytest.raises(ValueError, match=f"ALIGNKIT_SYMMETRIC_TIMEOUT: {value!r}"):
+    with pytest.raises(ValueError, match=f"ALIGNKIT_SYMMETRIC_TIMEOUT: must be .* seconds .*, got {value!r}"):
         symmetric._timeout(group(), DEVICE)
-    monkeypatch.setattr(symmetric, "_told", lambda group, value: [None, value])
+    monkeypatch.setattr(symmetric, "_all_gather_objects", lambda group, value: [None, value])
     with pytest.warns(UserWarning, match="ALIGNKIT_SYMMETRIC_TIMEOUT"):
         assert symmetric._together(None, lambda: symmetric._timeout(group(), DEVICE)) is None
 
 
 @pytest.mark.parametrize("columns", [1, 96, 4096, 5 * 8192, symmetric.PIECE // 8])
-def test_pieces_are_about_as_large(columns):
-    draw = random.Random(columns)
+def test_pieces_have_about_equal_sizes(columns):
+    rng = random.Random(columns)
     most = symmetric.PIECE // columns
-    for height in [1, most, most + 1, *(draw.randint(1, 20 * most) for _ in range(20))]:
+    for height in [1, most, most + 1, *(rng.randint(1, 20 * most) for _ in range(20))]:
         pieces = symmetric._pieces(height, columns)
         assert [begin for begin, _ in pieces] == [0, *(end for _, end in pieces[:-1])] and pieces[-1][1] == height
         heights = [end - begin for begin, end in pieces]
         assert min(heights) > 0 and max(heights) * columns <= symmetric.PIECE
         assert all(begin % 8 == 0 for begin, _ in pieces) and len(set(heights[:-1])) <= 1
-        if len(pieces) > 1:  # no more than there must be
+        if len(pieces) > 1:  # the smallest possible number
             assert len(pieces) == -(-height // (most // 8 * 8)) or heights[0] == 8 * -(-height // (8 * len(pieces)))
 
 
-def test_the_head_is_that_of_the_kernel():
+def test_constants_mirror_those_of_the_kernel():
     source = (Path(symmetric.__file__).parents[2] / "csrc/sm90/rank_sum/all_reduce.cu").read_text()
     assert int(re.search(r"kHeadBytes = (\d+);", source)[1]) == symmetric.HEAD
-    assert int(re.search(r"kMostBlocks = (\d+);", source)[1]) == symmetric.BLOCKS > symmetric.BESIDE
-    assert (
-        1 << int(re.search(r"kMostOnce = 1 << (\d+);", source)[1]) == symmetric.ONCE >= max(symmetric.SHARED.values())
-    )
+    assert int(re.search(r"kMaxBlocks = (\d+);", source)[1]) == symmetric.BLOCKS > symmetric.OVERLAP_BLOCKS
+    once = 1 << int(re.search(r"kMaxOneBarrier = 1 << (\d+);", source)[1])
+    assert once == symmetric.ONE_BARRIER >= max(symmetric.ONE_SHOT_MAX.values())

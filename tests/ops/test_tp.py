@@ -1,4 +1,4 @@
-"""The same bytes at every TP size, and verdicts that all ranks reach together. Real processes, gloo."""
+"""Tensor parallelism over gloo processes: the same bits at every TP size, and errors that all ranks raise."""
 
 import contextlib
 import warnings
@@ -15,9 +15,9 @@ from alignkit.testing import Failed, assert_bitwise_equal
 
 from .helpers import CPU, UNIT, assert_within, gamma, randn
 
-pytestmark = pytest.mark.skipif(not CPU, reason="these ranks are processes on the CPU, joined by gloo")
+pytestmark = pytest.mark.skipif(not CPU, reason="the ranks are gloo processes on the CPU")
 
-HEADS = {  # shards of a vocabulary of 1000 rows, 970 of them real; tile borders are at multiples of 128
+HEADS = {  # shards of a vocabulary of 1000 rows, 30 of them padding; tiles have 128 rows
     1: [1000],
     2: [512, 488],
     3: [300, 43, 657],
@@ -57,7 +57,7 @@ def run_head(tp, sizes, dtype, kwargs):
 
 
 def head_terms(dtype, temperature, soft_cap):
-    """Sum of the absolute terms of dhidden, in float64."""
+    """Return the sum of the absolute terms of dhidden, in float64."""
     h, w, b, target, g1, g2 = head_inputs(dtype)
     x = (h.double() @ w[:970].double().t() + b[:970].double()).requires_grad_()
     lp = (soft_cap * torch.tanh(x / soft_cap) / temperature).log_softmax(-1)
@@ -68,7 +68,7 @@ def head_terms(dtype, temperature, soft_cap):
 
 @pytest.mark.parametrize("size", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_that_are_kept(ranks, size, dtype):
+def test_keep_logits_changes_no_bit(ranks, size, dtype):
     kwargs = {"temperature": 0.7, "soft_cap": 8.0}
     for rank, (want, got) in enumerate(
         zip(
@@ -84,8 +84,8 @@ def test_products_that_are_kept(ranks, size, dtype):
 
 @pytest.mark.parametrize("size", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_logp(ranks, size, dtype):
-    """Uneven shards, borders inside tiles, several borders in one tile, padded rows on the last rank."""
+def test_linear_logp_bits_do_not_depend_on_tp(ranks, size, dtype):
+    """Shards are uneven, with borders inside tiles, several borders in a tile, and padding on the last rank."""
     kwargs = {"temperature": 0.7, "soft_cap": 8.0}
     (want, entropy), given, grads = ranks.run(1, run_head, HEADS[1], dtype, kwargs)[0]
     assert_bitwise_equal(given, want, "logp_from_logits")
@@ -97,7 +97,7 @@ def test_linear_logp(ranks, size, dtype):
         assert_bitwise_equal(got[0], results[0][2][0], f"dhidden on rank {rank}")
     for name, i in (("dweight", 1), ("dbias", 2)):
         assert_bitwise_equal(torch.cat([r[2][i] for r in results]), grads[i], name)
-    # The same terms of dhidden in another order: two sums of 970 terms, each rounded to the type once.
+    # dhidden sums the same 970 terms in another order, and is rounded to the dtype once.
     assert_within(
         results[0][2][0],
         grads[0],
@@ -122,8 +122,8 @@ def run_linears(tp, dtype, sequence_parallel, rows=12):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linears(ranks, dtype, sequence_parallel):
-    """Column then row parallel: the bytes of one rank, in forward and in the weights' gradients."""
+def test_linear_bits_do_not_depend_on_tp(ranks, dtype, sequence_parallel):
+    """Column-parallel, then row-parallel: outputs and weight gradients have the bits of one rank."""
     want, grads, terms = ranks.run(1, run_linears, dtype, False)[0]
     for size in (2, 4):
         results = ranks.run(size, run_linears, dtype, sequence_parallel)
@@ -140,7 +140,7 @@ def test_linears(ranks, dtype, sequence_parallel):
 
 
 def sums_of_denormals(tp):
-    """As they are, and where the calling thread sets denormals to zero."""
+    """Return sums of denormals, without and with the calling thread's flush to zero."""
     x, bias = torch.full((3, 8), 1e-41), torch.full((8,), 1e-41)
 
     def product(rows, to, _):
@@ -154,7 +154,7 @@ def sums_of_denormals(tp):
     return found
 
 
-def test_a_mode_of_the_thread_changes_no_sum(ranks):
+def test_thread_mode_changes_no_sum(ranks):
     for plain, product, flushed, flushed_product in ranks.run(2, sums_of_denormals):
         assert plain.min() > 0 and product.min() > plain.min()
         assert_bitwise_equal(flushed, plain, "tree_sum")
@@ -162,18 +162,20 @@ def test_a_mode_of_the_thread_changes_no_sum(ranks):
 
 
 def run_pieces(tp, rows, columns, scatter):
-    """A workspace of two pieces of 512 values on the CPU; for its kernel, gloo carries them, each when the next piece has been
-    written."""
+    """Sum pieces in a CPU workspace of two pieces of 512 values.
+
+    gloo stands in for the kernel, and sums a piece after the next piece has been written.
+    """
     x, bias = randn(rows, columns, seed=tp.rank), randn(columns, seed=9)
     waiting = []
 
-    class Beside(symmetric._Alone):
-        def wait(self, i):
+    class Overlapped(symmetric._Serial):
+        def wait_for_buffer(self, i):
             while len(waiting) > 1:
                 waiting.pop(0)()
 
         @contextlib.contextmanager
-        def turns(self):
+        def all_pieces(self):
             yield
             while waiting:
                 waiting.pop(0)()
@@ -183,12 +185,12 @@ def run_pieces(tp, rows, columns, scatter):
         rank=tp.rank,
         size=tp.size,
         _values=torch.full((1024,), float("nan")),
-        _beside=Beside(),
+        _overlapped=Overlapped(),
         _addresses=None,
-        _follow=lambda: None,
+        _wait_for_previous_stream=lambda: None,
         _begin=lambda form, count, place: place * 512,
         _order=None,
-        _patience=None,
+        _timeout_ns=None,
     )
     counts = []
 
@@ -199,11 +201,11 @@ def run_pieces(tp, rows, columns, scatter):
 
         counts.append(count)
         waiting.append(add)
-        if count == rows * columns:  # by itself, after its product
+        if count == rows * columns:  # a single piece: summed right after its product
             waiting.pop()()
 
     with mock.patch.object(symmetric, "PIECE", 512), mock.patch.object(cuda, "call", kernel):
-        if not workspace.takes(rows, columns, scatter):
+        if not workspace.supports(rows, columns, scatter):
             return None
         y = workspace.sum(lambda part, out, _: out.copy_(x[part]), rows, columns, bias, torch.bfloat16, scatter)
     want = (tp.tree_sum(x) + bias).bfloat16()
@@ -211,29 +213,29 @@ def run_pieces(tp, rows, columns, scatter):
     return counts
 
 
-def run_first_use(tp, made):
-    """Whether there is a workspace, how many were made, what was said."""
+def run_first_use(tp, created):
+    """Return whether a workspace was created, the number of workspaces, and the warnings."""
     with (
-        warnings.catch_warnings(record=True) as said,
+        warnings.catch_warnings(record=True) as caught,
         mock.patch.multiple(
             symmetric,
-            _wanted=lambda _: True,
+            _enabled=lambda _: True,
             allocate=lambda *_: "memory",
-            _made_here=made[tp.rank],
+            _created_count=created[tp.rank],
             Workspace=lambda group, memory: (group, memory),
         ),
     ):
         warnings.simplefilter("always")
-        found = symmetric._make(tp.group, torch.device("cpu"))
-        return found == (tp.group, "memory"), symmetric._made_here, [str(w.message) for w in said]
+        found = symmetric._create_workspace(tp.group, torch.device("cpu"))
+        return found == (tp.group, "memory"), symmetric._created_count, [str(w.message) for w in caught]
 
 
-def test_ranks_that_were_in_other_groups_before(ranks):
-    """torch would let them wait for each other."""
+def test_ranks_with_different_earlier_groups_use_no_workspace(ranks):
+    """Ranks would deadlock in torch otherwise."""
     assert ranks.run(2, run_first_use, (3, 3)) == [(True, 4, [])] * 2
-    for rank, (found, made, said) in enumerate(ranks.run(2, run_first_use, (1, 0))):
-        assert not found and made == 1 - rank
-        assert len(said) == 1 and "different groups before" in said[0] and "same bits" in said[0]
+    for rank, (found, created, caught) in enumerate(ranks.run(2, run_first_use, (1, 0))):
+        assert not found and created == 1 - rank
+        assert len(caught) == 1 and "different numbers of workspaces before" in caught[0] and "same bits" in caught[0]
 
 
 @pytest.mark.parametrize(
@@ -249,8 +251,8 @@ def test_ranks_that_were_in_other_groups_before(ranks):
         (8, 65, False, None),
     ],
 )
-def test_pieces(ranks, rows, columns, scatter, counts):
-    """Sums of more than a workspace holds; slices that do not lie together in it, or not at a multiple of 16 bytes."""
+def test_sums_larger_than_the_workspace_are_cut_into_pieces(ranks, rows, columns, scatter, counts):
+    """Slices that are not contiguous or not aligned to 16 bytes use no workspace."""
     for got in ranks.run(2 if columns == 7 else 4, run_pieces, rows, columns, scatter):
         assert got == counts
 
@@ -276,11 +278,11 @@ BAD_HEADS = {
     "hidden": {0: {"hidden": NAN}},
     "bias": {1: {"bias": torch.zeros(488, 1)}},
     "weight: shape": {0: {"weight": torch.zeros(512, 65)}},
-    "weight: empty": {1: {"weight": torch.zeros(0, 64)}},
-    "vocab_start: the shards overlap": {1: {"vocab_start": 500}},
-    "vocab_start: the shards leave a hole": {1: {"vocab_start": 600}},
+    "weight: must not be empty": {1: {"weight": torch.zeros(0, 64)}},
+    "vocab_start: shards must be contiguous, but overlap": {1: {"vocab_start": 500}},
+    "vocab_start: shards must be contiguous, but leave a gap": {1: {"vocab_start": 600}},
     "vocab_size: differs": {1: {"vocab_size": 970}},
-    "vocab_size: 1001 exceeds": {0: {"vocab_size": 1001}, 1: {"vocab_size": 1001}},
+    "vocab_size: must be at most 1000": {0: {"vocab_size": 1001}, 1: {"vocab_size": 1001}},
     "temperature": {0: {"temperature": 0.0}},
     "soft_cap: differs": {1: {"soft_cap": 3.0}},
     "soft_cap": {0: {"soft_cap": -1.0}},
@@ -288,8 +290,8 @@ BAD_HEADS = {
 
 
 @pytest.mark.parametrize("message", BAD_HEADS)
-def test_errors_reach_all_ranks(ranks, message):
-    """A rank that fails alone must not leave the other in a collective: both raise, naming the argument."""
+def test_head_error_on_one_rank_raises_on_all(ranks, message):
+    """A rank that fails alone must not leave the other waiting in a collective."""
     for outcome in ranks.outcomes(2, call_head, BAD_HEADS[message], timeout=20):
         assert isinstance(outcome, Failed), outcome
         assert outcome.kind is InputError and outcome.message.startswith(message), outcome.traceback
@@ -303,7 +305,7 @@ def call_linear(tp, row, bad_rank):
 
 
 @pytest.mark.parametrize("row", [False, True])
-def test_linear_errors_reach_all_ranks(ranks, row):
+def test_linear_error_on_one_rank_raises_on_all(ranks, row):
     for outcome in ranks.outcomes(2, call_linear, row, 1, timeout=20):
         assert isinstance(outcome, Failed) and outcome.kind is InputError, outcome
         assert outcome.message.startswith("weight: shape"), outcome.traceback
@@ -316,4 +318,6 @@ def too_many_ranks(tp):
 
 def test_ranks_must_divide_the_leaves(ranks):
     for outcome in ranks.outcomes(4, too_many_ranks, timeout=20):
-        assert isinstance(outcome, Failed) and outcome.message.startswith("tp: 4 ranks"), outcome.traceback
+        assert isinstance(outcome, Failed) and outcome.message.startswith("tp: size must divide the 2 k-tree leaves"), (
+            outcome.traceback
+        )

@@ -1,5 +1,8 @@
-"""Sums over GPUs that cannot be right end the process with a message, within a bound of time: a rank that has died, ranks
-that add different things, and sums of one rank that overlap. Each rank is a process of its own, and is lost."""
+"""Invalid sums over GPUs end the process with a message before a timeout.
+
+The faults are a dead rank, ranks whose sums differ, and overlapping sums of one rank. Each rank runs this module as a
+program. The messages are those of csrc/sm90/rank_sum/all_reduce.cu.
+"""
 
 import ctypes
 import os
@@ -14,22 +17,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alignkit.check.store import meet, served
+from alignkit.check.store import connect_store, serve_store
 from alignkit.dist import TP, symmetric
 from tests.megatron.gpus import join
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 3
+"""Timeout of a sum in seconds."""
 STOPPED = 3, -signal.SIGABRT
-"""The exit status of a rank whose device was stopped: ours, or that of NCCL's watchdog, where that saw it first."""
-LATE = 2_000_000_000
-"""Cycles, about a second."""
+"""Exit statuses of a rank after a device assertion: this program's, or that of NCCL's watchdog."""
+DELAY = 2_000_000_000
+"""Delay in cycles, about a second."""
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def add(workspace, rows=64, columns=128, bias=None, dtype=torch.float32, scatter=False, shared=False):
-    """A sum of ones, not waited for."""
+    """Launch a sum of ones without waiting for it."""
     return workspace.sum(lambda part, out, _: out.fill_(1.0), rows, columns, bias, dtype, scatter, shared)
 
 
@@ -42,7 +46,7 @@ def graph_of(run):
 
 def died(workspace):
     if workspace.rank == 1:
-        time.sleep(1)  # the other waits on its device by then
+        time.sleep(1)  # until the other rank waits on its device
         os.kill(os.getpid(), signal.SIGKILL)
     add(workspace)
 
@@ -66,34 +70,34 @@ DIFFERENCES = {
 }
 
 
-def differs(what, workspace):
-    """In `what`; the first has many blocks."""
-    change = dict(DIFFERENCES[what]) if workspace.rank else {}
+def differs(difference, workspace):
+    """Launch sums that differ between the ranks in `difference`; rank 0's sum has many CTAs."""
+    change = dict(DIFFERENCES[difference]) if workspace.rank else {}
     if "bias" in change:
         change["bias"] = torch.ones(128, device="cuda")
     add(workspace, **change)
 
 
 def overlaps(workspace):
-    """Rank 0 replays a graph beside a sum that waits for rank 1, which is late on both streams."""
+    """Replay a graph on rank 0 during a sum that waits for rank 1, which is delayed on both streams."""
     graph, other = graph_of(lambda: add(workspace)), torch.cuda.Stream()
     dist.barrier()
     torch.cuda.synchronize()
     if workspace.rank == 1:
-        torch.cuda._sleep(LATE)
+        torch.cuda._sleep(DELAY)
     add(workspace)
     with torch.cuda.stream(other):
         if workspace.rank == 1:
-            torch.cuda._sleep(LATE)
+            torch.cuda._sleep(DELAY)
         graph.replay()
 
 
 def comes_between(workspace):
-    """A sum on one stream while a graph of two, on another, is between them: they do not overlap."""
+    """Launch a sum on one stream between the two sums of a graph on another stream, without overlap."""
 
     def two():
         add(workspace)
-        torch.cuda._sleep(LATE)
+        torch.cuda._sleep(DELAY)
         add(workspace)
 
     graph, other = graph_of(two), torch.cuda.Stream()
@@ -106,8 +110,10 @@ def comes_between(workspace):
 
 
 def waits_for_the_other_stream(workspace):
-    """What is allowed: a graph on another stream, before and after which streams wait for each other; sums between
-    replays and between graphs."""
+    """Make only valid calls: streams wait for each other before and after a graph replay on another stream.
+
+    Eager sums run between replays and between graphs.
+    """
 
     def two():
         add(workspace)
@@ -116,7 +122,7 @@ def waits_for_the_other_stream(workspace):
     graphs = [graph_of(two) for _ in range(2)]
     other, here = torch.cuda.Stream(), torch.cuda.current_stream()
     for i in range(6):
-        torch.cuda._sleep(LATE // 100)
+        torch.cuda._sleep(DELAY // 100)
         y = add(workspace)
         other.wait_stream(here)
         with torch.cuda.stream(other):
@@ -130,8 +136,8 @@ CASES = {f.__name__: f for f in (died, died_before_a_replay, overlaps, comes_bet
 
 
 def main(case, rank, port):
-    """What a rank runs."""
-    join(rank, 2, store=meet(port))
+    """Run a case on one rank, and exit."""
+    join(rank, 2, store=connect_store(port))
     tp = TP(dist.group.WORLD)
     workspace = symmetric.workspace(tp.group, torch.device("cuda", rank))
     add(workspace)
@@ -145,13 +151,13 @@ def main(case, rank, port):
     except RuntimeError:
         traceback.print_exc()
         status = STOPPED[0]
-    ctypes.CDLL(None).fflush(None)  # of the C library, to which the driver prints
+    ctypes.CDLL(None).fflush(None)  # the driver prints to the C library's stdout
     os._exit(status)
 
 
 def ranks(case):
-    """Runs `case` on two ranks: of each the exit status and what it said. None runs longer than two minutes."""
-    store = served()
+    """Run `case` on two ranks for at most two minutes; return each rank's exit status and output."""
+    store = serve_store()
     environment = os.environ | {
         "ALIGNKIT_SYMMETRIC_TIMEOUT": str(PATIENCE),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -170,9 +176,9 @@ def ranks(case):
     end, found = time.monotonic() + 120, []
     try:
         for process in running:
-            said, _ = process.communicate(timeout=max(end - time.monotonic(), 1))
-            assert "ready" in said, said
-            found.append((process.returncode, said))
+            output, _ = process.communicate(timeout=max(end - time.monotonic(), 1))
+            assert "ready" in output, output
+            found.append((process.returncode, output))
     finally:
         for process in running:
             process.kill()
@@ -181,33 +187,36 @@ def ranks(case):
 
 
 @pytest.mark.parametrize("case", ["died", "died_before_a_replay"])
-def test_a_rank_that_has_died(case):
-    (status, said), (other, _) = ranks(case)
+def test_dead_rank_ends_the_other_after_the_timeout(case):
+    (status, output), (other, _) = ranks(case)
     assert other == -signal.SIGKILL
-    assert status in STOPPED and f"alignkit: rank 0 waited {PATIENCE} s for rank 1 at the first meeting" in said, said
-    assert "ALIGNKIT_SYMMETRIC_TIMEOUT" in said
+    assert status in STOPPED and f"alignkit: rank 0 waited {PATIENCE} s for rank 1 at the first barrier" in output, (
+        output
+    )
+    assert "ALIGNKIT_SYMMETRIC_TIMEOUT" in output
 
 
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_ranks_that_add_different_things(what):
-    for rank, (status, said) in enumerate(ranks(what)):
-        assert status in STOPPED and f"alignkit: ranks {rank} and {1 - rank} do not add the same thing" in said, said
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_ranks_whose_sums_differ_end(difference):
+    for rank, (status, output) in enumerate(ranks(difference)):
+        expected = f"alignkit: ranks {rank} and {1 - rank} called different tensor-parallel sums"
+        assert status in STOPPED and expected in output, output
 
 
-def test_sums_that_overlap():
-    (status, said), (other, _) = ranks("overlaps")
-    assert status in STOPPED and "a sum began while another was running" in said, said
-    assert other in STOPPED  # it waited for the first
+def test_overlapping_sums_end_the_process():
+    (status, output), (other, _) = ranks("overlaps")
+    assert status in STOPPED and "a sum started while another was running" in output, output
+    assert other in STOPPED  # rank 1 waited for rank 0
 
 
-def test_a_sum_between_those_of_a_graph():
-    for status, said in ranks("comes_between"):
-        assert status in STOPPED and "found that another came between" in said, said
+def test_sum_between_the_sums_of_a_graph_ends_the_process():
+    for status, output in ranks("comes_between"):
+        assert status in STOPPED and "a sum ran between two sums of a CUDA graph" in output, output
 
 
-def test_streams_that_wait_for_each_other():
-    for status, said in ranks("waits_for_the_other_stream"):
-        assert status == 0, said
+def test_streams_that_wait_for_each_other_are_valid():
+    for status, output in ranks("waits_for_the_other_stream"):
+        assert status == 0, output
 
 
 if __name__ == "__main__":

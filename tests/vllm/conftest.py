@@ -1,4 +1,4 @@
-"""vLLM runs in processes of its own: it changes the one it lives in (torch.distributed, threads, environ)."""
+"""Fixtures that run vLLM in separate processes: vLLM changes torch.distributed, threads and the environment."""
 
 import contextlib
 import json
@@ -13,24 +13,30 @@ import torch
 from alignkit.check.model import make_checkpoint
 from alignkit.check.rollout import shut_down
 from alignkit.drift import load
-from tests.forks import METHOD, begin, forking, preload
+from tests.forks import METHOD, preload, start_process, use_fork_for_spawn
 from tests.vllm.settings import ENGINE, ENV  # noqa: F401
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 preload("tests.vllm.preload")
 
-MOST = 400
-"""Seconds of a call, such as a start of an engine beside others."""
+CALL_TIMEOUT = 400
+"""Timeout of one call in seconds, such as the start of an engine while others start."""
 
 
 class VllmProcess:
-    """Runs functions ``f(state, *args)`` in one process; `state` keeps what they put there (an engine)."""
+    """A process that runs functions ``f(state, *args)``; `state` keeps their data between calls, such as an engine."""
 
     def __init__(self, fork: bool = METHOD == "forkserver", fork_workers: bool = False, **env: str):
-        """fork: of a process that has imported vLLM, which takes ten seconds, and has done nothing else. What a fork
-        prints goes where that process's output goes. fork_workers: the engine's own processes too, which vLLM else starts
-        anew on a CPU; they find the process patched as it is, as they do on a GPU."""
+        """Start the process.
+
+        Args:
+            fork: Fork a server process that has imported vLLM and done nothing else. The import takes ten seconds.
+                The fork writes to the server's stdout and stderr.
+            fork_workers: Fork the engine's own processes too. They inherit the patch, as they do on a GPU. On a CPU,
+                vLLM spawns them by default.
+            **env: Environment variables of the process.
+        """
         context = multiprocessing.get_context("forkserver" if fork else "spawn")
         self._connection, child = context.Pipe()
         before = dict(os.environ)
@@ -44,10 +50,10 @@ class VllmProcess:
         child.close()
 
     def __call__(self, function, *args):
-        """The function's result. What it raises is raised here, with the process's traceback as a note."""
+        """Return the function's result, or raise its exception with the process's traceback as a note."""
         self._connection.send((function, args))
-        if not self._connection.poll(MOST):
-            raise TimeoutError(f"{function.__name__} took more than {MOST} s")
+        if not self._connection.poll(CALL_TIMEOUT):
+            raise TimeoutError(f"{function.__name__} took more than {CALL_TIMEOUT} s")
         result, error, trace = self._connection.recv()
         if error is not None:
             error.add_note(trace)
@@ -59,7 +65,7 @@ class VllmProcess:
         return self._process.exitcode
 
     def stop(self):
-        with contextlib.suppress(ConnectionError):  # it has ended
+        with contextlib.suppress(ConnectionError):  # the process has exited
             self._connection.send(None)
 
     def join(self):
@@ -73,7 +79,7 @@ def _serve(connection, env, fork_workers):
     os.environ.clear()
     os.environ.update(env)
     if fork_workers:
-        forking()
+        use_fork_for_spawn()
     state = SimpleNamespace(llm=None)
     while (call := connection.recv()) is not None:
         function, args = call
@@ -87,7 +93,7 @@ def _serve(connection, env, fork_workers):
 
 
 def _portable(error):
-    """The error as the nearest class that the tests' process knows without importing vLLM."""
+    """Return the error as its nearest base class that the test process can unpickle without vLLM."""
     for kind in type(error).__mro__:
         if kind.__module__ in ("alignkit.errors", "builtins"):
             return kind(str(error))
@@ -95,7 +101,7 @@ def _portable(error):
 
 @pytest.fixture(scope="module")
 def vllm_process():
-    """Starts a `VllmProcess`; it ends with the module."""
+    """Return a function that starts a `VllmProcess`, which ends with the module."""
     started = []
 
     def start(**options):
@@ -111,14 +117,14 @@ def vllm_process():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Directory of a random-weight checkpoint, each made once."""
-    made = {}
+    """Return a function that gives the path of a random-weight checkpoint. Checkpoints are cached."""
+    paths = {}
 
     def get(arch="qwen3", dtype=torch.bfloat16, **kwargs):
         key = (arch, dtype, repr(sorted(kwargs.items())))
-        if key not in made:
-            made[key] = make_checkpoint(tmp_path_factory.mktemp("model") / arch, arch, dtype, **kwargs)
-        return str(made[key])
+        if key not in paths:
+            paths[key] = make_checkpoint(tmp_path_factory.mktemp("model") / arch, arch, dtype, **kwargs)
+        return str(paths[key])
 
     return get
 
@@ -131,13 +137,13 @@ def prompts():
 
 @pytest.fixture(scope="session")
 def rollout(tmp_path_factory, checkpoint, prompts):
-    """Runs `alignkit.check.rollout` and returns its logprobs by mode. A job is run once only."""
-    done = {}
+    """Return a function that runs `alignkit.check.rollout` and returns logprobs by mode. Results are cached."""
+    results = {}
 
     def run(modes, dtype=torch.bfloat16, patched=True, chunk=None, temperature=0.0, tp=1):
         key = (modes, dtype, patched, chunk, temperature, tp)
-        if key in done:
-            return done[key]
+        if key in results:
+            return results[key]
         folder = tmp_path_factory.mktemp("rollout")
         job = {
             "model": checkpoint(dtype=dtype),
@@ -153,8 +159,8 @@ def rollout(tmp_path_factory, checkpoint, prompts):
             "runs": [{"mode": m, "out": str(folder / m)} for m in modes],
         }
         (folder / "job.json").write_text(json.dumps(job))
-        begin("alignkit.check.rollout", [str(folder / "job.json")], fork_workers=tp > 1)(timeout=240)
-        done[key] = {m: load(folder / m) for m in modes}
-        return done[key]
+        start_process("alignkit.check.rollout", [str(folder / "job.json")], fork_workers=tp > 1)(timeout=240)
+        results[key] = {m: load(folder / m) for m in modes}
+        return results[key]
 
     return run

@@ -1,4 +1,7 @@
-"""Worker classes of a framework's own. Imported where vLLM is patched or workers run."""
+"""Worker classes that a framework could define. Import them only where vLLM is patched or workers run.
+
+`test_layouts.py` passes their paths as ``worker_cls``.
+"""
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -7,7 +10,7 @@ from tests.vllm.extension import Buckets
 
 
 class Mine(Buckets, AlignedWorker):
-    """It adds what it computes beside the model, and begins in its own way."""
+    """A worker class with its own mixin and constructor."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -1,11 +1,11 @@
-"""A worker extension, as RL frameworks give vLLM one: its methods are the worker's, `collective_rpc` calls them."""
+"""A worker extension class, as RL frameworks use. vLLM adds its methods to the worker for `collective_rpc`."""
 
 from safetensors import safe_open
 
 
 class Buckets:
     def load_in_buckets(self, file, size):
-        """The weights of a file into the running model, some at a time, as they would arrive from a trainer."""
+        """Load the weights of a file into the running model in buckets of `size` tensors, as a trainer sends them."""
         with safe_open(file, framework="pt") as weights:
             names = list(weights.keys())
             for i in range(0, len(names), size):

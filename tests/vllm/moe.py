@@ -1,4 +1,7 @@
-"""A model with experts, composed of alignkit's ops on whole weights: what the engines must agree with, bit by bit."""
+"""A reference MoE model composed of alignkit's ops on unsharded weights. Engines must match it bit for bit.
+
+The MoE tests of vLLM and of Megatron-core compare with it.
+"""
 
 import torch
 from safetensors.torch import load_file
@@ -9,7 +12,7 @@ from alignkit.convert import read_architecture
 
 @torch.no_grad()
 def logprobs(path, prompt, tokens, device="cpu"):
-    """Of each of `tokens` after the prompt and the tokens before it."""
+    """Return the logprob of each token in `tokens`, given the prompt and the earlier tokens."""
     arch, weights = read_architecture(path), load_file(f"{path}/model.safetensors", device)
     ids = torch.tensor(prompt + tokens, device=device)
     positions, cu_seqlens = torch.arange(len(ids), device=device), torch.tensor([0, len(ids)], device=device)
@@ -20,31 +23,31 @@ def logprobs(path, prompt, tokens, device="cpu"):
         return ops.rms_norm(x, weights[name], arch.norm_eps, residual)
 
     for i in range(arch.layers):
-        of = f"model.layers.{i}."
+        prefix = f"model.layers.{i}."
         if residual is None:
-            residual, x = x, norm(x, of + "input_layernorm.weight")
+            residual, x = x, norm(x, prefix + "input_layernorm.weight")
         else:
-            x, residual = norm(x, of + "input_layernorm.weight", residual)
+            x, residual = norm(x, prefix + "input_layernorm.weight", residual)
         q, k, v = (
             ops.linear(
-                x, weights[f"{of}self_attn.{name}_proj.weight"], weights.get(f"{of}self_attn.{name}_proj.bias")
+                x, weights[f"{prefix}self_attn.{name}_proj.weight"], weights.get(f"{prefix}self_attn.{name}_proj.bias")
             ).unflatten(-1, (-1, arch.head_dim))
             for name in "qkv"
         )
         if arch.qk_norm:
-            q, k = norm(q, of + "self_attn.q_norm.weight"), norm(k, of + "self_attn.k_norm.weight")
+            q, k = norm(q, prefix + "self_attn.q_norm.weight"), norm(k, prefix + "self_attn.k_norm.weight")
         q, k = (ops.rope(x, positions, table, rotary_dim=arch.rotary_dim) for x in (q, k))
         x = ops.attention(q, k, v, cu_seqlens).flatten(1)
-        x = ops.row_parallel_linear(x, weights[of + "self_attn.o_proj.weight"])
-        x, residual = norm(x, of + "post_attention_layernorm.weight", residual)
-        x = mixture(x, arch, {name.removeprefix(of): w for name, w in weights.items() if name.startswith(of)})
+        x = ops.row_parallel_linear(x, weights[prefix + "self_attn.o_proj.weight"])
+        x, residual = norm(x, prefix + "post_attention_layernorm.weight", residual)
+        x = mlp(x, arch, {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)})
     hidden, _ = norm(x, "model.norm.weight", residual)
     head = weights["model.embed_tokens.weight" if arch.tied else "lm_head.weight"]
     return ops.linear_logp(hidden[len(prompt) - 1 : -1], head, ids[len(prompt) :]).cpu()
 
 
-def mixture(x, arch, weights):
-    """Or an MLP, in a layer without experts."""
+def mlp(x, arch, weights):
+    """Return the output of an MoE layer, or of an MLP in a dense layer."""
     if "mlp.down_proj.weight" in weights:
         gate, up, down = (weights[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         return ops.row_parallel_linear(ops.silu_mul(ops.linear(x, gate), ops.linear(x, up)), down)

@@ -1,9 +1,12 @@
-"""An engine of another version of vLLM on this CPU: its Python from an unpacked wheel, with the CPU kernels of the vLLM that is
-installed. Alignkit calls none of those: vLLM's worker does when it starts.
+"""An engine of another vLLM version on this CPU.
 
-``python -m tests.vllm.other_version MODEL OUT [PACKAGE VERSION FOLDER]`` samples, and writes to OUT what `answers` gives. PACKAGE:
-the vllm package of the other version; FOLDER: an empty one. With ``VLLM_DP_SIZE``, and ``VLLM_DP_RANK``, ...: as one of two
-replicas that share experts, in chunks, the second with the prompts in the opposite order, so that one waits for the other.
+The Python code comes from an unpacked wheel, the CPU kernels from the installed vLLM. Only vLLM's worker calls these
+kernels, when it starts; alignkit does not.
+
+``python -m tests.vllm.other_version MODEL OUT [PACKAGE VERSION FOLDER]`` writes the result of `collect_answers` to OUT.
+PACKAGE is the vllm package of the other version, FOLDER an empty folder. If ``VLLM_DP_SIZE`` and ``VLLM_DP_RANK`` are
+set, the engine is one of two replicas that share experts, with chunked prefill. The second replica reverses the
+prompts, so that one replica waits for the other.
 """
 
 import dataclasses
@@ -21,18 +24,18 @@ LENGTHS = (3, 40, 64, 65, 130)
 SCORES = {"0.24": "compute_topk_logprobs", "0.25": "compute_topk_logprobs"}
 
 
-def become(package: str, version: str, folder: str) -> None:
-    """From here on, vLLM is of `version` and for the CPU, and alignkit runs on it there."""
-    (ours,) = importlib.util.find_spec("vllm").submodule_search_locations
+def use_version(package: str, version: str, folder: str) -> None:
+    """Make later imports of vLLM find `version` as a CPU build that alignkit accepts."""
+    (installed,) = importlib.util.find_spec("vllm").submodule_search_locations
     overlay = Path(folder)
     (overlay / "vllm").symlink_to(package)
-    metadata = overlay / f"vllm-{version}+cpu.dist-info/METADATA"  # vLLM reads there what it was built for
+    metadata = overlay / f"vllm-{version}+cpu.dist-info/METADATA"  # vLLM reads its build target there
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     sys.path.insert(0, folder)
-    # As vLLM chooses among its kernels.
-    of = "" if torch.cpu._is_avx512_bf16_supported() else "_AVX512" if torch.cpu._is_avx512_supported() else "_AVX2"
-    for library in glob.glob(f"{ours}/_C{of}.*so"):
+    # The same choice of kernels as in vLLM.
+    suffix = "" if torch.cpu._is_avx512_bf16_supported() else "_AVX512" if torch.cpu._is_avx512_supported() else "_AVX2"
+    for library in glob.glob(f"{installed}/_C{suffix}.*so"):
         torch.ops.load_library(library)
 
     from alignkit.vllm.versions import VERSIONS
@@ -44,9 +47,12 @@ def become(package: str, version: str, folder: str) -> None:
     VERSIONS.rows[minor] = dataclasses.replace(VERSIONS.rows[minor], runs=dataclasses.replace(on_cpu, **facts))
 
 
-def answers(model: str) -> dict:
-    """Greedy tokens, ranks and logprobs, one request at a time and in a batch; their prompt logprobs; what weights that are loaded
-    again give; and how many modules of which class the worker has."""
+def collect_answers(model: str) -> dict:
+    """Return the engine's answers by kind.
+
+    The kinds are: greedy tokens, ranks and logprobs of single requests and of a batch, prompt logprobs, the batch after
+    a weight reload, the worker's module counts, and the result of `v2_logprobs_match`.
+    """
     from vllm import LLM
 
     from alignkit.vllm import patch_vllm, worker_status
@@ -72,12 +78,14 @@ def answers(model: str) -> dict:
     reload(state, model)
     found["again"] = generate(state, prompts, temperature=0.0)
     (status,) = worker_status(state.llm)
-    return found | {"modules": status["modules"], "v2": by_v2()}
+    return found | {"modules": status["modules"], "v2": v2_logprobs_match()}
 
 
-def by_v2() -> list:
-    """Whether the logprobs that the V2 runner's classes get are alignkit's: in place of its kernel that counts ranks, which needs
-    a GPU, there is nothing."""
+def v2_logprobs_match() -> list:
+    """Return whether the V2 runner's logprobs equal alignkit's, per batch.
+
+    A stub replaces vLLM's kernel that counts ranks, which needs a GPU.
+    """
     from alignkit import ops
     from alignkit.vllm import sampler_v2
 
@@ -94,8 +102,8 @@ def by_v2() -> list:
 
 def main(model: str, out: str, *other: str) -> None:
     if other:
-        become(*other)
-    Path(out).write_text(json.dumps(answers(model)))
+        use_version(*other)
+    Path(out).write_text(json.dumps(collect_answers(model)))
 
 
 if __name__ == "__main__":

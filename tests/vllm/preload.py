@@ -1,4 +1,4 @@
-"""What the processes of `VllmProcess` find imported: vLLM, with the variables that it and torch read when imported."""
+"""Imports of the process that `VllmProcess` forks: vLLM, under the environment that vLLM and torch read on import."""
 
 import os
 

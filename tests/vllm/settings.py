@@ -1,4 +1,4 @@
-"""Of the engines: variables, and options."""
+"""Environment variables and options of the test engines."""
 
 ENV = {
     "OMP_NUM_THREADS": "1",

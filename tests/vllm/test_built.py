@@ -1,4 +1,4 @@
-"""What vLLM builds is what alignkit reads from config.json, or it is refused."""
+"""Rejection of models that vLLM builds differently from config.json."""
 
 import json
 import shutil
@@ -17,8 +17,8 @@ def process(vllm_process):
 
 
 @pytest.fixture
-def changed(checkpoint, tmp_path):
-    """A copy of a checkpoint with other fields in config.json, and with a head beside the embedding it is tied to."""
+def modified_checkpoint(checkpoint, tmp_path):
+    """Return a function that copies a checkpoint, changes config.json and may add a head beside a tied embedding."""
 
     def make(arch="qwen3", head=None, tied=False, **fields):
         model = shutil.copytree(checkpoint(arch, **SMALL, tied=tied), tmp_path / "model")
@@ -43,23 +43,23 @@ def build(state, model, **options):
     return worker_status(state.llm)[0]["patched"]
 
 
-def overridden(state, model, overrides):
+def build_with_overrides(state, model, overrides):
     return build(state, model, hf_overrides=overrides)
 
 
-def test_a_tied_checkpoint_with_a_head_of_its_own(process, changed):
-    """vLLM unties it; the training side takes config.json's word and leaves the head out."""
+def test_a_tied_checkpoint_with_a_different_head_is_rejected(process, modified_checkpoint):
+    """Differing tied heads: vLLM unties them, while training follows config.json and drops the head."""
     with pytest.raises(UnsupportedError, match="tie_word_embeddings"):
-        process(build, changed(head=0.5, tied=True))
+        process(build, modified_checkpoint(head=0.5, tied=True))
 
 
-def test_a_tied_checkpoint_with_a_copy_of_the_embedding(process, changed):
-    assert process(build, changed(head=1, tied=True))
+def test_a_tied_checkpoint_with_a_copy_of_the_embedding_is_accepted(process, modified_checkpoint):
+    assert process(build, modified_checkpoint(head=1, tied=True))
 
 
-def test_a_scale_of_the_logits(process, changed):
+def test_a_logit_scale_is_rejected(process, modified_checkpoint):
     with pytest.raises(UnsupportedError, match="logit_scale"):
-        process(build, changed("llama", logit_scale=0.5))
+        process(build, modified_checkpoint("llama", logit_scale=0.5))
 
 
 @pytest.mark.parametrize(
@@ -70,18 +70,18 @@ def test_a_scale_of_the_logits(process, changed):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_a_configuration_that_is_not_that_of_config_json(process, checkpoint, overrides, name):
+def test_overrides_of_config_json_are_rejected(process, checkpoint, overrides, name):
     with pytest.raises(UnsupportedError, match=name):
-        process(overridden, checkpoint(**SMALL), overrides)
+        process(build_with_overrides, checkpoint(**SMALL), overrides)
 
 
-def test_what_alignkit_does_not_read_in_config_json(process, changed):
+def test_an_unsupported_field_of_config_json_is_rejected(process, modified_checkpoint):
     with pytest.raises(UnsupportedError, match="config.json: attention_bias"):
-        process(build, changed("llama", attention_bias=True))
+        process(build, modified_checkpoint("llama", attention_bias=True))
 
 
-def test_a_scale_that_only_an_override_asks_for(process, checkpoint):
-    """Mistral's attention takes it from the configuration, and no module shows it."""
+def test_an_attention_scale_set_by_an_override_is_rejected(process, checkpoint):
+    """Mistral's attention reads the scale from the configuration; no module stores it."""
     scaling = {"llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.1}}
     with pytest.raises(UnsupportedError, match="llama_4_scaling"):
-        process(overridden, checkpoint("mistral", **SMALL), scaling)
+        process(build_with_overrides, checkpoint("mistral", **SMALL), scaling)

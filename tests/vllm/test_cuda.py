@@ -1,6 +1,6 @@
-"""vLLM on a GPU: every way to a logprob gives the same bits, in eager mode and in CUDA graphs, by both model runners.
+"""Invariance of vLLM's logprobs on a GPU: eager mode and CUDA graphs, V1 and V2 model runners.
 
-The engines start side by side, each in a process of its own: ``python -m pytest tests/vllm/test_cuda.py``.
+The engines start concurrently, each in its own process: ``python -m pytest tests/vllm/test_cuda.py``.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
 from tests.vllm.conftest import ENGINE
 from tests.vllm.test_engine import evaluate, generate, hidden_states, reload
-from tests.vllm.test_live import attention, hook, method_of_vllms_class, norm, setting, worker
+from tests.vllm.test_live import attention, hook, method_of_vllms_class, norm, set_attribute, worker
 from tests.vllm.test_serve import complete, serving, with_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -50,21 +50,27 @@ def prompts():
 
 
 class SideBySide:
-    """By key, processes with a patched engine each."""
+    """A mapping from keys to processes with a patched engine each."""
 
     def __init__(self, started, ready):
         self._started, self._ready = started, ready
 
     def __getitem__(self, key):
-        """Waits for this engine, and for no other. Raises what its start raised."""
+        """Return the process once its engine has started, or raise the error of the start. Ignore other engines."""
         self._ready[key].result()
         return self._started[key]
 
 
 @contextlib.contextmanager
 def side_by_side(vllm_process, engines, cache, at_once=None):
-    """`SideBySide` by the keys of `engines` (environment, model, options of the engine), which start in their order, so many at
-    once."""
+    """Yield a `SideBySide` of engines that start concurrently.
+
+    Args:
+        vllm_process: Function that starts a `VllmProcess`.
+        engines: Tuples (environment, model, engine options) by key, in starting order.
+        cache: Root of vLLM's caches.
+        at_once: Largest number of concurrent starts.
+    """
     common = {
         "TORCHDYNAMO_DISABLE": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -83,9 +89,9 @@ def side_by_side(vllm_process, engines, cache, at_once=None):
 
 @pytest.fixture(scope="module")
 def engines(vllm_process, model, tmp_path_factory):
-    """By name, a process with a patched engine, started as `ENGINES` says."""
-    every = {name: (environment, model, options) for name, (environment, options) in ENGINES.items()}
-    with side_by_side(vllm_process, every, tmp_path_factory.mktemp("cache")) as engines:
+    """Yield processes with patched engines, by the names in `ENGINES`."""
+    all_engines = {name: (environment, model, options) for name, (environment, options) in ENGINES.items()}
+    with side_by_side(vllm_process, all_engines, tmp_path_factory.mktemp("cache")) as engines:
         yield engines
 
 
@@ -95,7 +101,7 @@ def expected(engines, prompts):
     return engines["v2-eager"](one_at_a_time, prompts)
 
 
-# What runs in an engine's process.
+# Functions that run in an engine's process.
 
 
 def start(state, model, options):
@@ -120,28 +126,28 @@ def start(state, model, options):
     replicas = options.get("data_parallel_size", 1)
     options |= shared_gpus(replicas * options.get("tensor_parallel_size", 1))
     state.llm = (Replicas if replicas > 1 else LLM)(model, dtype="bfloat16", **options)
-    state.late = watch()
+    state.compilations = record_compilations()
 
 
-def watch():
-    """A list that will name each of our kernels that is compiled, and each problem for which cuBLASLt's algorithms are tried."""
+def record_compilations():
+    """Return a list that receives each alignkit kernel compiled and each GEMM problem that cuBLASLt tunes."""
     import triton
 
     from alignkit.ops.linear import cublaslt
 
-    late, trial = [], cublaslt._Trial
+    compilations, trial = [], cublaslt._Trial
 
     def compiled(*, src, **_):
         if src.fn.__module__.startswith("alignkit"):
-            late.append(src.fn.__name__)
+            compilations.append(src.fn.__name__)
 
     def tried(problem, chain):
-        late.append(problem)
+        compilations.append(problem)
         return trial(problem, chain)
 
     triton.knobs.compilation.listener = compiled
     cublaslt._Trial = tried
-    return late
+    return compilations
 
 
 def one_at_a_time(state, prompts):
@@ -154,7 +160,7 @@ def batch(state, prompts):
 
 
 def prefix_hits(state, prompts):
-    """The second of two equal batches, and how many of its tokens came from the prefix cache."""
+    """Run a batch twice; return the second answers and their number of tokens from the prefix cache."""
     from vllm import SamplingParams
 
     batch(state, prompts)
@@ -176,7 +182,7 @@ def top_five(state, prompts, answers):
 
 
 def hidden_of_steps(state, prompt, temperature):
-    """Logprobs of sampled tokens, and `ops.linear_logp` of the hidden states that the engine had."""
+    """Return logprobs of sampled tokens, and `ops.linear_logp` of the engine's hidden states."""
     from alignkit import ops
 
     model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
@@ -212,23 +218,23 @@ def configure(state, model, options):
     EngineArgs(model, **options).create_engine_config()
 
 
-def late(state, prompts):
+def compilations(state, prompts):
     batch(state, prompts)
-    return list(map(str, state.late))
+    return list(map(str, state.compilations))
 
 
-# What is asked of it.
+# Tests.
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_first_requests_find_everything_warm(engines, prompts, name):
-    assert not set(engines[name](late, prompts))
+def test_first_requests_compile_and_tune_nothing(engines, prompts, name):
+    assert not set(engines[name](compilations, prompts))
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_batch_is_one_at_a_time(engines, expected, prompts, name):
+def test_every_engine_matches_single_eager_requests(engines, expected, prompts, name):
     if name == "processed":
-        assert engines[name](batch, prompts) == expected  # greedy: a temperature of 1
+        assert engines[name](batch, prompts) == expected  # greedy requests have temperature 1
     else:
         assert engines[name](batch, prompts) == expected
         answers = engines[name](prompt_logprobs, prompts, expected)
@@ -238,31 +244,31 @@ def test_batch_is_one_at_a_time(engines, expected, prompts, name):
 
 
 @pytest.mark.parametrize("name", ["v2-graphs", "v1-graphs"])
-def test_one_at_a_time_in_graphs(engines, expected, prompts, name):
+def test_single_requests_in_cuda_graphs_match_eager(engines, expected, prompts, name):
     assert engines[name](one_at_a_time, prompts) == expected
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_prefix_hits(engines, expected, prompts, name):
+def test_prefix_cache_hits_match(engines, expected, prompts, name):
     answers, cached = engines[name](prefix_hits, prompts)
     assert cached > sum(LENGTHS) // 2
     assert answers == expected
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_sampled_tokens_and_the_five_best(engines, prompts, name):
+def test_decode_and_prefill_agree_on_the_top_five_logprobs(engines, prompts, name):
     answers = engines[name](sampled, prompts)
     assert engines[name](top_five, prompts, answers) == answers
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_processed_logprobs_with_temperature(engines, prompts, temperature):
+def test_processed_logprobs_match_linear_logp(engines, prompts, temperature):
     logp, expected = engines["processed"](hidden_of_steps, prompts[5], temperature)
     assert logp == expected
 
 
 @pytest.mark.parametrize("name", ["v2-graphs", "v1-graphs", "multiprocess"])
-def test_weights_reach_a_running_engine(engines, expected, prompts, model, checkpoint, name):
+def test_reloaded_weights_reach_a_running_engine(engines, expected, prompts, model, checkpoint, name):
     other = checkpoint(vocab=VOCAB, seed=1)
     for process in (engines[name], engines["v2-eager"]):
         process(reload, other)
@@ -273,13 +279,13 @@ def test_weights_reach_a_running_engine(engines, expected, prompts, model, check
     assert engines[name](batch, prompts) == expected
 
 
-def test_sleep(engines, expected, prompts, model):
+def test_sleep_and_reload_restore_the_bits(engines, expected, prompts, model):
     engines["v2-graphs"](sleep, model)
     assert engines["v2-graphs"](batch, prompts) == expected
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_worker_says_what_it_runs(engines, name):
+def test_every_worker_reports_its_patches(engines, name):
     v1 = name.startswith("v1")
     for said in engines[name](statuses):
         assert said["patched"] and said["contract"] == contract_id("sm90")
@@ -288,53 +294,53 @@ def test_every_worker_says_what_it_runs(engines, name):
         assert said["symmetric_memory"] is (name == "tp2")
 
 
-def replaced(state):
-    """What status says, part by part, with one of them replaced, and after all were put back."""
+def statuses_with_replaced_parts(state):
+    """Return the status with each of several parts replaced in turn, and the status after restoring all."""
     model, seen = worker(state).model_runner.get_model(), []
     for replace in (logprobs_of_the_sampler, norm, hook, method_of_vllms_class, attention):
-        put_back = replace(state, model)
+        restore = replace(state, model)
         seen.append(statuses(state)[0].get("replaced"))
-        put_back()
+        restore()
     return seen, statuses(state)[0]["patched"]
 
 
 def logprobs_of_the_sampler(state, model):
-    return setting(worker(state).model_runner.sampler, "sample", lambda *args: None)
+    return set_attribute(worker(state).model_runner.sampler, "sample", lambda *args: None)
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_a_part_that_is_replaced_is_told(engines, name):
-    seen, patched = engines[name](replaced)
+def test_status_names_a_replaced_part(engines, name):
+    seen, patched = engines[name](statuses_with_replaced_parts)
     parts = (
-        "sampler: sample is replaced",
+        "sampler: sample was replaced",
         "input_layernorm (RMSNorm)",
         "forward hook",
-        "Qwen3Attention.forward is replaced",
-        "forward of its attention is replaced",
+        "Qwen3Attention.forward was replaced",
+        "forward of its attention was replaced",
     )
     for text, part in zip(seen, parts, strict=True):
         assert part in text
     assert patched
 
 
-def look(state):
-    """Seconds of what a step looks at, the fastest of some."""
+def step_check_seconds(state):
+    """Return the time of a step's check in seconds, the minimum of 20 repeats."""
     return min(timeit.repeat(worker(state)._watch.step, number=100, repeat=20)) / 100
 
 
-def test_a_look_costs_microseconds(engines):
-    assert engines["v2-graphs"](look) < 2e-5
+def test_a_step_check_costs_microseconds(engines):
+    assert engines["v2-graphs"](step_check_seconds) < 2e-5
 
 
 def test_a_hook_stops_an_eager_engine(vllm_process, model, tmp_path):
-    """An engine of its own: one that was stopped in the middle of a step need not go on."""
+    """Use a separate engine: an engine stopped within a step may be unusable."""
     process = vllm_process(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_CACHE_ROOT=str(tmp_path), HF_HUB_OFFLINE="1")
     process(start, model, {"enforce_eager": True})
     with pytest.raises(UnsupportedError, match="forward hook"):
-        process(hooked, [[1, 2, 3]])
+        process(generate_with_hook, [[1, 2, 3]])
 
 
-def hooked(state, prompts):
+def generate_with_hook(state, prompts):
     hook(state, worker(state).model_runner.get_model())
     generate(state, prompts, max_tokens=100)
 
@@ -351,7 +357,7 @@ def test_a_served_completion_has_the_same_bits(expected, prompts, model, tmp_pat
         "16",
         "--gpu-memory-utilization",
         "0.1",
-        "--kv-cache-memory-bytes",  # else vLLM measures, and fails if another process frees memory meanwhile
+        "--kv-cache-memory-bytes",  # vLLM's memory profiling fails if another process frees memory meanwhile
         str(64 << 20),
     ]
     model = with_tokenizer(shutil.copytree(model, tmp_path / "model"), VOCAB)
@@ -371,13 +377,13 @@ def test_a_served_completion_has_the_same_bits(expected, prompts, model, tmp_pat
                 "tensor_parallel_size": 2,
                 "compilation_config": {"pass_config": {"enable_sp": True, "sp_min_token_num": 1}},
             },
-            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs: vLLM looks first"),
+            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs: vLLM checks them first"),
         ),
         ("cache_dir", {"compilation_config": {"cache_dir": "mine"}}),
         ("compilation mode", {"compilation_config": {"mode": 2}}),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_compilation_that_is_refused(engines, model, name, options):
+def test_unsupported_compilation_options_are_rejected(engines, model, name, options):
     with pytest.raises(UnsupportedError, match=name):
         engines["v1-eager"](configure, model, options)

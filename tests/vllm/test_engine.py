@@ -1,4 +1,4 @@
-"""Inside one engine, in process: what a request can ask for, and weights that change under it."""
+"""One engine in process: request parameters, and weight updates of a running engine."""
 
 from contextlib import contextmanager
 
@@ -17,7 +17,7 @@ PROMPT = [5, 900, 33, 1999, 0, 41, 7, 7, 1200, 64]
 
 @pytest.fixture(scope="module")
 def engine(vllm_process, checkpoint):
-    """A patched bf16 engine with raw logprobs."""
+    """Return a process with a patched bf16 engine that has raw logprobs."""
     process = vllm_process()
     process(start, checkpoint(), {"dtype": "bfloat16"})
     return process
@@ -25,7 +25,7 @@ def engine(vllm_process, checkpoint):
 
 @pytest.fixture(scope="module")
 def processed(vllm_process, checkpoint):
-    """A patched fp32 engine with logprobs of the distribution that is sampled from."""
+    """Return a process with a patched fp32 engine that has logprobs of the sampling distribution."""
     process = vllm_process()
     process(start, checkpoint(dtype=torch.float32), {"dtype": "float32", "logprobs_mode": "processed_logprobs"})
     return process
@@ -33,11 +33,11 @@ def processed(vllm_process, checkpoint):
 
 @pytest.fixture(scope="module")
 def spare(vllm_process):
-    """A process for engines that serve one test."""
+    """Return a process for engines of a single test."""
     return vllm_process()
 
 
-# What runs in the engine's process.
+# Functions that run in the engine's process.
 
 
 def start(state, model, options):
@@ -52,7 +52,7 @@ def start(state, model, options):
 
 
 def generate(state, prompts, **params):
-    """Per prompt: tokens, and for each the ranks and logprobs that vLLM gives, by token id."""
+    """Return (tokens, steps) per prompt; a step has vLLM's (rank, logprob) by token id."""
     from vllm import SamplingParams
 
     defaults = {"max_tokens": 12, "ignore_eos": True, "detokenize": False, "logprobs": 0}
@@ -63,7 +63,7 @@ def generate(state, prompts, **params):
 
 
 def evaluate(state, prompt, tokens, top):
-    """The same for given tokens, by prompt logprobs."""
+    """Return the steps of given tokens from prompt logprobs, in the format of `generate`."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=top, detokenize=False)
@@ -104,8 +104,8 @@ def no_logprobs(state):
     return list(output.outputs[0].token_ids), None
 
 
-def trained(state, path, prompt, tokens, vocab_sizes):
-    """The logprobs of `tokens` by Megatron-core, whose model is given vocabularies of its own."""
+def training_logprobs(state, path, prompt, tokens, vocab_sizes):
+    """Return the logprobs of `tokens` from Megatron-core, one list for each vocabulary size."""
     from alignkit.check import train
     from alignkit.drift.files import Logprobs
     from alignkit.megatron import set_vocab_size
@@ -122,14 +122,14 @@ def trained(state, path, prompt, tokens, vocab_sizes):
     return [values.tolist() for values in result]
 
 
-def of_worker(state):
+def statuses(state):
     from alignkit.vllm import status, worker_status
 
     return status(), worker_status(state.llm)
 
 
 def head(state, soft_cap, scale, with_bias):
-    """The engine's own logits and logprobs of random hidden states, and those of `ops.linear_logp`."""
+    """Return the logits' dtype and shape, the engine's logprobs of random hidden states, and `ops.linear_logp`'s."""
     from alignkit import ops
 
     def compare(model):
@@ -156,7 +156,7 @@ def head(state, soft_cap, scale, with_bias):
 
 @contextmanager
 def hidden_states():
-    """The list of what comes to the head meanwhile. (A hook on a module would be refused.)"""
+    """Yield a list that receives the inputs of the LM head. Hooks on modules are rejected."""
     from alignkit import ops
 
     head_logits, seen = ops.head_logits, []
@@ -173,7 +173,7 @@ def hidden_states():
 
 
 def hidden_of_steps(state, temperature):
-    """Sampled tokens, their logprobs, and `ops.linear_logp` of the hidden states that the engine had."""
+    """Return the logprobs of sampled tokens, and `ops.linear_logp` of the engine's hidden states."""
     from alignkit import ops
 
     model = _worker(state).model_runner.get_model()
@@ -187,7 +187,7 @@ def hidden_of_steps(state, temperature):
 
 
 def mixed_batch(state):
-    """A greedy and a random request in one batch: logprobs of the greedy one, and of it alone."""
+    """Return answers to a greedy request, in a batch with a random request and alone."""
     from vllm import SamplingParams
 
     common = {"max_tokens": 12, "ignore_eos": True, "detokenize": False, "logprobs": 0}
@@ -199,7 +199,7 @@ def mixed_batch(state):
 
 
 def load_in_place(state, model):
-    """Weights of another checkpoint, copied into the running model."""
+    """Copy the weights of another checkpoint into the running model."""
     from safetensors.torch import load_file
 
     weights = load_file(f"{model}/model.safetensors")
@@ -213,7 +213,7 @@ def reload(state, model):
 
 
 def after_undo(state, model):
-    """With the patch undone: what a new engine is, and what the old one still computes."""
+    """Undo the patch; return the state of a new engine and whether the old one still gives the same bits."""
     from vllm import LLM
 
     from alignkit.vllm import patch_vllm, status, worker_status
@@ -247,11 +247,11 @@ def _worker(state):
     return state.llm.llm_engine.model_executor.driver_worker.worker
 
 
-# What is asked of it.
+# Tests.
 
 
-def test_status(engine):
-    process, workers = engine(of_worker)
+def test_status_reports_contract_and_patched_modules(engine):
+    process, workers = engine(statuses)
     assert process["patched"] and process["contract"] == contract_id("cpu")
     assert "vllm.engine.arg_utils.EngineArgs.create_engine_config" in process["names"]
     (worker,) = workers
@@ -274,9 +274,8 @@ def test_status(engine):
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.9)])
-def test_top_k_logprobs(engine, temperature, top_p):
-    """Decode and prefill agree on the sampled token, the five best, and their ranks; raw logprobs do not know
-    of the temperature and the cut."""
+def test_decode_and_prefill_agree_on_top_k_logprobs(engine, temperature, top_p):
+    """Compare the sampled token, the top five and their ranks. Raw logprobs ignore temperature and top_p."""
     tokens, decoded = engine(sampled, 5, temperature, top_p)
     assert all(len(step) >= 6 for step in decoded)
     assert engine(evaluate, PROMPT, tokens, 5) == decoded
@@ -285,25 +284,25 @@ def test_top_k_logprobs(engine, temperature, top_p):
 @pytest.mark.parametrize(
     "soft_cap, scale, bias", [(None, 1.0, False), (None, 1.0, True), (5.0, 1.0, False), (5.0, 0.25, True)]
 )
-def test_head_with_bias_soft_cap_and_scale(engine, soft_cap, scale, bias):
+def test_head_logprobs_match_linear_logp(engine, soft_cap, scale, bias):
     dtype, shape, logp, expected = engine(head, soft_cap, scale, bias)
     assert dtype == torch.float32 and shape == (9, 2000)
     assert_bitwise_equal(logp, expected)
 
 
-def test_structured_outputs_are_refused(engine):
+def test_structured_outputs_are_rejected(engine):
     with pytest.raises(UnsupportedError, match="structured outputs"):
         engine(structured)
-    assert engine(greedy)  # the engine lives on
+    assert engine(greedy)  # the engine survives
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_processed_logprobs_with_temperature(processed, temperature):
+def test_processed_logprobs_match_linear_logp(processed, temperature):
     logp, expected = processed(hidden_of_steps, temperature)
     assert_bitwise_equal(logp, expected)
 
 
-def test_processed_logprobs_of_a_greedy_request_in_a_random_batch(processed):
+def test_a_greedy_request_keeps_its_processed_logprobs_in_a_random_batch(processed):
     tokens, steps, tokens_alone, steps_alone = processed(mixed_batch)
     assert tokens == tokens_alone and steps == steps_alone
 
@@ -323,19 +322,19 @@ def test_processed_logprobs_of_a_greedy_request_in_a_random_batch(processed):
     ],
     ids=lambda p: next(iter(p)),
 )
-def test_processed_logprobs_refuse_what_cuts_the_distribution(processed, params):
+def test_processed_logprobs_reject_params_that_change_the_distribution(processed, params):
     with pytest.raises(UnsupportedError, match=next(iter(params))):
         processed(with_params, params)
 
 
-def test_without_logprobs_nothing_is_refused(processed):
+def test_requests_without_logprobs_accept_these_params(processed):
     tokens, _ = processed(no_logprobs)
     assert len(tokens) == 12
 
 
 @pytest.fixture(scope="module")
 def other_weights(spare, checkpoint):
-    """Another checkpoint, and what an engine started on it says."""
+    """Return another checkpoint and the answers of an engine started on it."""
     spare(start, checkpoint(seed=1), {"dtype": "bfloat16"})
     return checkpoint(seed=1), spare(greedy)
 
@@ -354,43 +353,43 @@ def test_weights_updated_in_place_reach_the_logprobs(engine, checkpoint, other_w
     "arch, dtype, tied",
     [("llama", torch.bfloat16, True), ("qwen2", torch.float32, False), ("mistral", torch.bfloat16, False)],
 )
-def test_other_architectures(spare, checkpoint, arch, dtype, tied):
+def test_decode_and_prefill_agree_for_other_architectures(spare, checkpoint, arch, dtype, tied):
     spare(start, checkpoint(arch, dtype, tied=tied), {"dtype": str(dtype).removeprefix("torch.")})
     tokens, decoded = spare(sampled, 5, 1.0, 1.0)
     assert spare(evaluate, PROMPT, tokens, 5) == decoded
 
 
-def test_a_vocabulary_smaller_than_the_models(spare, vllm_process, checkpoint):
-    """Ids beyond it are never sampled, and the others have the logprobs that training has with that vocabulary."""
+def test_a_smaller_vocabulary_matches_training(spare, vllm_process, checkpoint):
+    """Ids beyond the vocabulary are never sampled. Logprobs equal those of training with that vocabulary."""
     options = {"dtype": "bfloat16", "additional_config": {"alignkit_vocab_size": 700}}
     spare(start, checkpoint(), options)
     prompt = [token % 700 for token in PROMPT]
     tokens, decoded = spare(generate, [prompt])[0]
     assert max(tokens) < 700
     actual = torch.tensor([step["sampled"] for step in decoded], dtype=torch.float32)
-    cut, whole = map(torch.tensor, vllm_process()(trained, checkpoint(), prompt, tokens, [700, 2000]))
+    cut, whole = map(torch.tensor, vllm_process()(training_logprobs, checkpoint(), prompt, tokens, [700, 2000]))
     assert_bitwise_equal(cut, actual)
     assert not torch.equal(whole, actual)
 
 
 @pytest.mark.parametrize("arch, rope", [("llama", "llama3"), ("qwen3", "yarn")])
-def test_scaled_rotary_embeddings(spare, vllm_process, checkpoint, arch, rope):
-    """Of what is sampled, prefilled and trained, the same bits; and other ones than without the scaling."""
+def test_scaled_rope_matches_prefill_and_training(spare, vllm_process, checkpoint, arch, rope):
+    """Decode, prefill and training give the same bits, and these differ from an unscaled model's."""
     path, unscaled = checkpoint(arch, rope_scaling=ROPES[rope]), checkpoint(arch)
     spare(start, path, {"dtype": "bfloat16"})
     tokens, decoded = spare(generate, [PROMPT * 8])[0]
     actual = torch.tensor([step["sampled"] for step in decoded], dtype=torch.float32)
     assert [step["sampled"] for step in spare(evaluate, PROMPT * 8, tokens, 0)] == actual.tolist()
-    (expected,) = vllm_process()(trained, path, PROMPT * 8, tokens, [2000])
+    (expected,) = vllm_process()(training_logprobs, path, PROMPT * 8, tokens, [2000])
     assert_bitwise_equal(torch.tensor(expected), actual)
-    (other,) = vllm_process()(trained, unscaled, PROMPT * 8, tokens, [2000])
+    (other,) = vllm_process()(training_logprobs, unscaled, PROMPT * 8, tokens, [2000])
     assert not torch.equal(torch.tensor(other), actual)
 
 
-def test_undo(engine, checkpoint):
+def test_undo_makes_new_engines_stock(engine, checkpoint):
     seen = engine(after_undo, checkpoint())
     assert seen["status"] == {"patched": False}
     assert seen["new"] == [{"patched": False}] and seen["aligned_modules"] == []
     assert seen["old"][0]["patched"] and seen["kept"]
     assert seen["again"] and not seen["after"]
-    assert "made before patch_vllm" in seen["stock_while_patched"]
+    assert "created before patch_vllm" in seen["stock_while_patched"]

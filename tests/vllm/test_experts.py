@@ -1,4 +1,4 @@
-"""Mixtures of experts: the same bits however vLLM comes to compute them, over ranks too, and what is refused."""
+"""MoE models in vLLM: invariance across batching and ranks, and rejected configurations."""
 
 import json
 import operator
@@ -12,7 +12,7 @@ from alignkit.errors import UnsupportedError
 from alignkit.testing import assert_bitwise_equal
 from tests.vllm import moe
 from tests.vllm.conftest import ENGINE
-from tests.vllm.test_live import setting
+from tests.vllm.test_live import set_attribute
 
 SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 128, "vocab": 512}
 LENGTHS = (3, 40, 64, 65, 130)
@@ -22,7 +22,7 @@ MULTIPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 @pytest.fixture(scope="module")
 def small(checkpoint):
-    """A small checkpoint of a family with experts."""
+    """Return a function that gives the path of a small MoE checkpoint."""
 
     def make(arch="qwen3_moe", dtype="bfloat16", **sizes):
         return checkpoint(arch, getattr(torch, dtype), **SIZES | sizes)
@@ -43,7 +43,7 @@ def dtype(request):
 
 @pytest.fixture(scope="module")
 def engine(vllm_process, small, dtype):
-    """In process, and with prompts of more than a chunk."""
+    """Return a process with an engine whose prefill chunks are smaller than some prompts."""
     process = vllm_process()
     process(start, small(dtype=dtype), {"dtype": dtype, "max_num_batched_tokens": 64})
     return process
@@ -51,17 +51,17 @@ def engine(vllm_process, small, dtype):
 
 @pytest.fixture(scope="module")
 def sampled(engine, prompts):
-    """Tokens and logprobs of all prompts at once."""
+    """Return tokens and logprobs of all prompts in one batch."""
     return engine(generate, prompts)
 
 
 @pytest.fixture(scope="module")
 def spare(vllm_process):
-    """A process for engines that serve one test."""
+    """Return a process for engines of a single test."""
     return vllm_process()
 
 
-# What runs in the engine's process.
+# Functions that run in the engine's process.
 
 
 def start(state, model, options):
@@ -83,7 +83,7 @@ def start_stock(state, model, options):
 
 
 def generate(state, prompts):
-    """Per prompt: tokens and their logprobs."""
+    """Return tokens and their logprobs per prompt."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0)
@@ -94,8 +94,8 @@ def generate(state, prompts):
     ]
 
 
-def again(state, prompts):
-    """With the blocks of the prompts still cached, and how many tokens were."""
+def generate_cached(state, prompts):
+    """Return the numbers of cached tokens, and the answers with the prompts' KV blocks still cached."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0)
@@ -103,13 +103,13 @@ def again(state, prompts):
     return [o.num_cached_tokens for o in outputs], generate(state, prompts)
 
 
-def one_by_one(state, prompts):
+def one_at_a_time(state, prompts):
     state.llm.reset_prefix_cache()
     return [generate(state, [p])[0] for p in prompts]
 
 
 def evaluate(state, prompts, tokens):
-    """Of given tokens, by prompt logprobs."""
+    """Return the logprobs of given tokens from prompt logprobs."""
     from vllm import SamplingParams
 
     state.llm.reset_prefix_cache()
@@ -141,8 +141,8 @@ def reload(state, model):
     state.llm.reset_prefix_cache()
 
 
-def changed(state):
-    """What a worker says with each of some parts replaced, then with all as they were."""
+def statuses_with_changed_experts(state):
+    """Return the replacements that status reports for changed expert parts, and its state after restoring all."""
     model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     runner = model.model.layers[1].mlp.experts
     experts = runner.routed_experts
@@ -158,14 +158,14 @@ def changed(state):
         (runner, "forward", lambda hidden, logits: hidden),
         (runner.gate, "forward", lambda x: (x, None)),
     ):
-        put_back = setting(owner, name, value)
+        restore = set_attribute(owner, name, value)
         seen.append(statuses(state)[0].get("replaced", ""))
-        put_back()
+        restore()
     return seen, statuses(state)[0]["patched"]
 
 
-def changed_shared(state):
-    """The same of a shared expert."""
+def statuses_with_changed_shared_expert(state):
+    """Return the same for changed parts of a shared expert."""
     model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     mlp = model.model.layers[1].mlp
     seen = []
@@ -175,14 +175,14 @@ def changed_shared(state):
         (mlp.shared_expert_gate, "forward", lambda x: (x, None)),
         (mlp.shared_expert.down_proj, "reduce_results", False),
     ):
-        put_back = setting(owner, name, value)
+        restore = set_attribute(owner, name, value)
         seen.append(statuses(state)[0].get("replaced", ""))
-        put_back()
+        restore()
     return seen, statuses(state)[0]["patched"]
 
 
-def changed_choice(state):
-    """The same of what chooses experts by sigmoid scores, and of rotary embeddings."""
+def statuses_with_changed_router(state):
+    """Return the same for changed parts of a sigmoid router and for rotary embeddings."""
     model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     layer = model.model.layers[1]
     experts = layer.mlp.experts.routed_experts
@@ -194,9 +194,9 @@ def changed_choice(state):
         (layer.mlp.experts, "routed_scaling_factor", 1.0),
         (layer.self_attn.rotary_emb, "rotary_dim", 32),
     ):
-        put_back = setting(owner, name, value)
+        restore = set_attribute(owner, name, value)
         seen.append(statuses(state)[0].get("replaced", ""))
-        put_back()
+        restore()
     return seen, statuses(state)[0]["patched"]
 
 
@@ -209,8 +209,8 @@ def configure(state, model, options):
         return EngineArgs(model, **ENGINE | options).create_engine_config() and None
 
 
-def asked(state, model, part, field, value):
-    """A configuration that vLLM itself refuses on the CPU, or without other packages."""
+def check_config(state, model, part, field, value):
+    """Check a configuration that vLLM itself rejects on a CPU or without optional packages."""
     from vllm.engine.arg_utils import EngineArgs
 
     from alignkit.vllm import patch_vllm
@@ -223,7 +223,7 @@ def asked(state, model, part, field, value):
     refuse_config(config)
 
 
-# What is asked of it.
+# Tests.
 
 
 def assert_same(actual, expected):
@@ -232,13 +232,13 @@ def assert_same(actual, expected):
         assert_bitwise_equal(torch.tensor(a), torch.tensor(b))
 
 
-def assert_composed(found, path, prompts, device="cpu"):
-    """Against the ops on whole weights."""
+def assert_matches_ops(found, path, prompts, device="cpu"):
+    """Assert that the logprobs equal those of the ops on unsharded weights."""
     for prompt, (tokens, logprobs) in zip(prompts, found, strict=True):
         assert_bitwise_equal(torch.tensor(logprobs), moe.logprobs(path, prompt, tokens, device))
 
 
-def test_status(engine):
+def test_status_reports_patched_modules(engine):
     (worker,) = engine(statuses)
     assert worker["patched"]
     assert worker["modules"] == {
@@ -258,14 +258,14 @@ def test_status(engine):
     }
 
 
-def test_a_batch_is_what_the_ops_compute(engine, sampled, prompts, small, dtype):
-    """In chunks of 64 tokens, mixed with decoding."""
-    assert_composed(sampled, small(dtype=dtype), prompts)
+def test_a_batch_matches_the_ops(engine, sampled, prompts, small, dtype):
+    """Prefill runs in chunks of 64 tokens, mixed with decode."""
+    assert_matches_ops(sampled, small(dtype=dtype), prompts)
 
 
-def test_one_at_a_time_cached_and_evaluated(engine, sampled, prompts):
-    assert_same(engine(one_by_one, prompts), sampled)
-    cached, hits = engine(again, prompts)
+def test_single_cached_and_prefilled_requests_match_the_batch(engine, sampled, prompts):
+    assert_same(engine(one_at_a_time, prompts), sampled)
+    cached, hits = engine(generate_cached, prompts)
     assert max(cached) >= 128
     assert_same(hits, sampled)
     tokens = [tokens for tokens, _ in sampled]
@@ -293,38 +293,37 @@ def test_one_at_a_time_cached_and_evaluated(engine, sampled, prompts):
         "glm-float32-ep2",
     ],
 )
-def test_over_ranks(vllm_process, small, prompts, arch, number_type, expert_parallel, sizes):
-    """Each rank has half of every expert, or half of the experts, and half of a shared one, and of a layer without
-    experts; whole prompts."""
+def test_two_ranks_match_the_ops(vllm_process, small, prompts, arch, number_type, expert_parallel, sizes):
+    """TP halves every expert, EP halves the list of experts. Shared experts and dense layers are halved in both."""
     process, path = vllm_process(fork_workers=True, **MULTIPROCESS), small(arch, dtype=number_type, **sizes)
     options = {"dtype": number_type, "tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
     process(start, path, options)
     workers = process(statuses)
     assert len(workers) == 2 and all(w["patched"] for w in workers)
     found = process(generate, prompts)
-    assert_composed(found, path, prompts)
+    assert_matches_ops(found, path, prompts)
     tokens = [tokens for tokens, _ in found]
     assert_same(list(zip(tokens, process(evaluate, prompts, tokens), strict=True)), found)
     process(reload, other := small(arch, dtype=number_type, seed=1, **sizes))
-    assert_composed(process(generate, prompts[-1:]), other, prompts[-1:])
+    assert_matches_ops(process(generate, prompts[-1:]), other, prompts[-1:])
 
 
 @pytest.mark.parametrize("update", [load_in_place, reload], ids=lambda f: f.__name__)
 def test_weights_updated_in_place_reach_the_experts(engine, small, dtype, sampled, prompts, update):
     engine(update, other := small(dtype=dtype, seed=1))
-    assert_composed(engine(generate, prompts[1:2]), other, prompts[1:2])
+    assert_matches_ops(engine(generate, prompts[1:2]), other, prompts[1:2])
     engine(update, small(dtype=dtype))
     assert_same(engine(generate, prompts), sampled)
 
 
-def test_replaced_parts_are_named(engine):
-    seen, patched = engine(changed)
+def test_status_names_replaced_parts(engine):
+    seen, patched = engine(statuses_with_changed_experts)
     wanted = (
         "num_experts_per_tok",
         "norm_topk_prob",
         "quant_method (Stock)",
-        "forward is replaced",
-        "forward is replaced",
+        "forward was replaced",
+        "forward was replaced",
     )
     assert [name in said for name, said in zip(wanted, seen, strict=True)] == [True] * 5, seen
     assert patched
@@ -332,14 +331,14 @@ def test_replaced_parts_are_named(engine):
 
 @pytest.mark.parametrize("arch", ["qwen3_moe", "qwen2_moe"])
 def test_a_stock_engine_differs(vllm_process, small, prompts, arch):
-    """Without the patch the comparisons above fail: they do have something to find."""
+    """The comparisons above fail without the patch, so they can detect a difference."""
     path, process = small(arch, dtype="float32"), vllm_process()
     process(start_stock, path, {"dtype": "float32"})
     stock = process(generate, prompts)
     for prompt, (tokens, found) in zip(prompts, stock, strict=True):
         expected = moe.logprobs(path, prompt, tokens)
         assert not torch.equal(torch.tensor(found), expected)
-        assert torch.allclose(torch.tensor(found), expected, atol=1e-3)  # and the model is the same
+        assert torch.allclose(torch.tensor(found), expected, atol=1e-3)  # the same model
 
 
 @pytest.mark.parametrize(
@@ -352,30 +351,29 @@ def test_a_stock_engine_differs(vllm_process, small, prompts, arch):
         ),
     ],
 )
-def test_other_mixtures(spare, small, prompts, arch, sizes):
+def test_other_moe_models_match_the_ops(spare, small, prompts, arch, sizes):
     spare(start, path := small(arch, **sizes), {"dtype": "bfloat16"})
-    assert_composed(spare(generate, prompts), path, prompts)
+    assert_matches_ops(spare(generate, prompts), path, prompts)
 
 
-def assert_served_and_updated(process, made, prompts):
-    """In a batch and alone, and with other weights in place; made: a checkpoint, of a seed."""
-    process(start, path := made(), {"dtype": "bfloat16", "max_num_batched_tokens": 64})
+def assert_served_and_updated(process, make_seeded, prompts):
+    """Assert that a batch, single requests and updated weights match the ops; `make_seeded` gives a checkpoint."""
+    process(start, path := make_seeded(), {"dtype": "bfloat16", "max_num_batched_tokens": 64})
     sampled = process(generate, prompts)
-    assert_composed(sampled, path, prompts)
-    assert_same(process(one_by_one, prompts), sampled)
-    process(load_in_place, other := made(seed=1))
-    assert_composed(process(generate, prompts[1:2]), other, prompts[1:2])
+    assert_matches_ops(sampled, path, prompts)
+    assert_same(process(one_at_a_time, prompts), sampled)
+    process(load_in_place, other := make_seeded(seed=1))
+    assert_matches_ops(process(generate, prompts[1:2]), other, prompts[1:2])
 
 
-def test_sigmoid_scores(spare, small, prompts):
-    """And a bias, groups, a factor, a quarter of each head rotated; with weights updated in place, the bias too, and not when
-    a part of it is replaced."""
+def test_sigmoid_routing_matches_the_ops(spare, small, prompts):
+    """Cover the expert bias, groups, the routed factor, partial rotary embedding, weight updates and replaced parts."""
     sizes = {"groups": 4, "top_groups": 2, "rotary_factor": 0.25, "layers": 3}
     assert_served_and_updated(spare, partial(small, "glm4_moe", **sizes), prompts)
-    seen, patched = spare(changed_choice)
+    seen, patched = spare(statuses_with_changed_router)
     wanted = (
-        "scores of experts",
-        "a bias of the choice",
+        "router score function",
+        "router bias",
         "n_group / topk_group",
         "routed_scaling_factor",
         "partial_rotary_factor",
@@ -384,11 +382,11 @@ def test_sigmoid_scores(spare, small, prompts):
     assert patched
 
 
-def test_a_shared_expert(spare, small, prompts):
-    """Alone too, after a layer without experts, with weights updated in place, and not when a part of it is replaced."""
+def test_a_shared_expert_matches_the_ops(spare, small, prompts):
+    """Cover single requests, a preceding dense layer, weight updates and replaced parts."""
     assert_served_and_updated(spare, partial(small, "qwen2_moe", experts=6, dense_layers=(0,)), prompts)
-    seen, patched = spare(changed_shared)
-    wanted = ("a shared expert", "a gate of the shared expert", "forward is replaced", "reduce_results=False")
+    seen, patched = spare(statuses_with_changed_shared_expert)
+    wanted = ("shared expert (", "shared expert gate", "forward was replaced", "reduce_results=False")
     assert [name in said for name, said in zip(wanted, seen, strict=True)] == [True] * len(wanted), seen
     assert patched
 
@@ -396,20 +394,20 @@ def test_a_shared_expert(spare, small, prompts):
 @pytest.mark.parametrize(
     "name, part, field, value",
     [
-        ("load balancing of experts .EPLB.", "parallel_config", "enable_eplb", True),
+        ("expert load balancing .EPLB.", "parallel_config", "enable_eplb", True),
         ("redundant experts", "parallel_config.eplb_config", "num_redundant_experts", 2),
-        ("round_robin placement of experts", "parallel_config", "expert_placement_strategy", "round_robin"),
+        ("expert_placement_strategy round_robin", "parallel_config", "expert_placement_strategy", "round_robin"),
         ("all2all_backend deepep_low_latency", "parallel_config", "all2all_backend", "deepep_low_latency"),
         ("elastic expert parallelism", "parallel_config", "enable_elastic_ep", True),
-        ("micro-batches that overlap", "parallel_config", "enable_dbo", True),
+        ("overlapping micro-batches", "parallel_config", "enable_dbo", True),
         ("return of routed experts", "aux_output_config", "enable_return_routed_experts", True),
         ("quantization .fp8.", "model_config", "quantization", "fp8"),
         ("LoRA", "", "lora_config", "some"),
     ],
 )
-def test_engine_options_refused(spare, small, name, part, field, value):
+def test_unsupported_engine_options_are_rejected(spare, small, name, part, field, value):
     with pytest.raises(UnsupportedError, match=name):
-        spare(asked, small(), part, field, value)
+        spare(check_config, small(), part, field, value)
 
 
 @pytest.mark.parametrize(
@@ -418,22 +416,28 @@ def test_engine_options_refused(spare, small, name, part, field, value):
         (
             {"arch": "qwen2_moe", "experts": 8, "shared_intermediate": 32},
             True,
-            "tensor_parallel_size 4 .the contract cuts 32 features of a shared expert into 2 parts",
+            "tensor_parallel_size 4 .4 ranks must divide 2: "
+            "the contract splits 32 features of a shared expert into 2 parts",
         ),
-        ({"experts": 6, "top_k": 2}, True, "tensor_parallel_size 4 .the contract cuts 6 experts into 2 parts"),
+        (
+            {"experts": 6, "top_k": 2},
+            True,
+            "tensor_parallel_size 4 .4 ranks must divide 2: the contract splits 6 experts into 2 parts",
+        ),
         (
             {"intermediate": 32},
             False,
-            "tensor_parallel_size 4 .the contract cuts 32 features of an expert into 2 parts",
+            "tensor_parallel_size 4 .4 ranks must divide 2: the contract splits 32 features of an expert into 2 parts",
         ),
         (
             {"dense_layers": (0,), "dense_intermediate": 32},
             False,
-            "tensor_parallel_size 4 .the contract cuts 32 features of a layer without experts into 2 parts",
+            "tensor_parallel_size 4 .4 ranks must divide 2: "
+            "the contract splits 32 features of a layer without experts into 2 parts",
         ),
     ],
 )
-def test_ranks_that_cannot_share(spare, small, sizes, expert_parallel, name):
+def test_ranks_that_cannot_split_the_model_are_rejected(spare, small, sizes, expert_parallel, name):
     options = {"tensor_parallel_size": 4, "enable_expert_parallel": expert_parallel}
     with pytest.raises(UnsupportedError, match=name):
         spare(configure, small(kv_heads=4, **sizes), options)
@@ -447,7 +451,7 @@ def test_ranks_that_cannot_share(spare, small, sizes, expert_parallel, name):
         ({"decoder_sparse_step": 3}, "decoder_sparse_step"),
     ],
 )
-def test_models_refused(spare, small, tmp_path, change, name):
+def test_unsupported_config_json_fields_are_rejected(spare, small, tmp_path, change, name):
     model = shutil.copytree(small(), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | change))
@@ -455,7 +459,7 @@ def test_models_refused(spare, small, tmp_path, change, name):
         spare(configure, str(model), {})
 
 
-def simulated(state, model):
+def start_with_simulated_routing(state, model):
     import os
 
     os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
@@ -465,12 +469,12 @@ def simulated(state, model):
         del os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"]
 
 
-def overridden(state, model, overrides):
+def start_with_overrides(state, model, overrides):
     start(state, model, {"dtype": "bfloat16", "hf_overrides": overrides})
 
 
-def test_what_is_built_otherwise(spare, small):
+def test_routing_that_differs_from_config_json_is_rejected(spare, small):
     with pytest.raises(UnsupportedError, match="router RoutingSimulatorRouter"):
-        spare(simulated, small())
-    with pytest.raises(UnsupportedError, match="norm_topk_prob .False is built"):
-        spare(overridden, small(), {"norm_topk_prob": False})
+        spare(start_with_simulated_routing, small())
+    with pytest.raises(UnsupportedError, match="norm_topk_prob .vLLM built False"):
+        spare(start_with_overrides, small(), {"norm_topk_prob": False})

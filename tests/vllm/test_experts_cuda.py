@@ -1,6 +1,6 @@
-"""Mixtures of experts on a GPU, in vLLM's default mode (compiled, in CUDA graphs) and in its eager one.
+"""MoE models on a GPU, in vLLM's default mode (compiled, with CUDA graphs) and in eager mode.
 
-The engines start side by side, each in a process of its own: ``python -m pytest tests/vllm/test_experts_cuda.py``.
+The engines start concurrently, each in its own process: ``python -m pytest tests/vllm/test_experts_cuda.py``.
 """
 
 import pytest
@@ -8,8 +8,8 @@ import torch
 
 from alignkit.check.machine import most_ranks
 from alignkit.contract import contract_id
-from tests.vllm.test_cuda import late, side_by_side
-from tests.vllm.test_experts import assert_composed, assert_same, evaluate, generate, one_by_one, reload, statuses
+from tests.vllm.test_cuda import compilations, side_by_side
+from tests.vllm.test_experts import assert_matches_ops, assert_same, evaluate, generate, one_at_a_time, reload, statuses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -49,50 +49,50 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def engines(vllm_process, checkpoint, tmp_path_factory):
-    """By model and name, a process with a patched engine, started as `ENGINES` says."""
+    """Yield processes with patched engines, by the keys (model, name) of `ENGINES`."""
     models = {arch: checkpoint(arch, vocab=VOCAB) for arch, _ in ENGINES}
-    every = {key: (environment, models[key[0]], options) for key, (environment, options) in ENGINES.items()}
-    with side_by_side(vllm_process, every, tmp_path_factory.mktemp("cache"), at_once=6) as engines:
+    all_engines = {key: (environment, models[key[0]], options) for key, (environment, options) in ENGINES.items()}
+    with side_by_side(vllm_process, all_engines, tmp_path_factory.mktemp("cache"), at_once=6) as engines:
         yield engines
 
 
-def together(state, prompts):
+def batch_without_cache(state, prompts):
     state.llm.reset_prefix_cache()
     return generate(state, prompts)
 
 
-def captured(state):
-    """Whether the engine has compiled its model, and has CUDA graphs."""
+def compiled_and_captured(state):
+    """Return whether the engine compiles its model, and whether it captures CUDA graphs."""
     config = state.llm.llm_engine.vllm_config.compilation_config
     return config.mode.name == "VLLM_COMPILE", config.cudagraph_mode.name != "NONE"
 
 
 @pytest.mark.parametrize("key", [key for key in ENGINES if key[1].endswith(("eager", "graphs"))], ids="-".join)
-def test_first_requests_find_everything_warm(engines, prompts, key):
-    """Before any other test. Of ranks only their front end is seen here."""
-    assert not set(engines[key](late, prompts))
+def test_first_requests_compile_and_tune_nothing(engines, prompts, key):
+    """Run this test before any other. With several ranks it observes only the front-end process."""
+    assert not set(engines[key](compilations, prompts))
 
 
 @pytest.mark.parametrize("key", ENGINES, ids="-".join)
-def test_all_ways_to_a_logprob(engines, checkpoint, prompts, key):
-    """Steps of decoding are replays of one graph, each with other experts."""
+def test_every_path_gives_the_ops_logprobs(engines, checkpoint, prompts, key):
+    """Decode steps replay one graph with different experts each."""
     arch, name = key
     models = [checkpoint(arch, vocab=VOCAB, seed=seed) for seed in (0, 1)]
-    assert_all_ways(engines[key], *models, prompts, graphs=name.endswith("graphs"), mixtures=4)
+    assert_every_path_matches_ops(engines[key], *models, prompts, graphs=name.endswith("graphs"), moe_layers=4)
 
 
-def assert_all_ways(process, model, other, prompts, *, graphs, mixtures):
-    """An engine of `model` gives the ops' logprobs however it comes to them, and of `other` when it has its weights."""
-    assert process(captured) == (graphs, graphs)
+def assert_every_path_matches_ops(process, model, other, prompts, *, graphs, moe_layers):
+    """Assert that every path of an engine of `model` matches the ops, also with the weights of `other`."""
+    assert process(compiled_and_captured) == (graphs, graphs)
     for worker in process(statuses):
         assert worker["patched"] and worker["contract"] == contract_id("cuda")
-        assert worker["modules"].get("AlignedMoERunner", 0) == mixtures
-    alone = process(one_by_one, prompts)
-    assert_composed(alone, model, prompts, "cuda")
-    batch = process(together, prompts)
+        assert worker["modules"].get("AlignedMoERunner", 0) == moe_layers
+    alone = process(one_at_a_time, prompts)
+    assert_matches_ops(alone, model, prompts, "cuda")
+    batch = process(batch_without_cache, prompts)
     assert_same(batch, alone)
     assert_same(process(generate, prompts), batch)  # from the prefix cache
     tokens = [tokens for tokens, _ in batch]
     assert_same(list(zip(tokens, process(evaluate, prompts, tokens), strict=True)), batch)
     process(reload, other)
-    assert_composed(process(generate, prompts), other, prompts, "cuda")
+    assert_matches_ops(process(generate, prompts), other, prompts, "cuda")

@@ -1,6 +1,6 @@
-"""The same tokens get the same bits, however vLLM comes to compute them.
+"""Invariance of vLLM's logprobs: the same tokens get the same bits in every mode.
 
-Greedy, so that every mode takes the same tokens; tests of sampled ones follow.
+Greedy sampling gives every mode the same tokens; one test samples randomly.
 """
 
 import pytest
@@ -9,6 +9,8 @@ import torch
 from alignkit.contract import contract_id
 from alignkit.testing import assert_bitwise_equal, bitwise_equal
 
+MODES = ("batch", "one", "prefix", "prompt_logprobs")
+"""Modes of the default engine. The fixture `rollout` caches results by this tuple, so tests with it share an engine."""
 DTYPES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 
 
@@ -21,36 +23,38 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mode", ["one", "prefix", "prompt_logprobs"])
-def test_batch_is_one_at_a_time_is_prefix_hit_is_prefill(rollout, dtype, mode):
-    modes = rollout(("batch", "one", "prefix", "prompt_logprobs"), dtype)
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_single_requests_prefix_hits_and_prefill_match_the_batch(rollout, dtype, mode):
+    modes = rollout(MODES, dtype)
     assert_same(modes[mode], modes["batch"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_chunked_prefill_mixed_with_decode(rollout, dtype):
-    whole = rollout(("batch", "one", "prefix", "prompt_logprobs"), dtype)["batch"]
+def test_chunked_prefill_mixed_with_decode_matches_whole_prompts(rollout, dtype):
+    whole = rollout(MODES, dtype)["batch"]
     chunked = rollout(("batch", "prompt_logprobs"), dtype, chunk=64)
     assert_same(chunked["batch"], whole)
     assert_same(chunked["prompt_logprobs"], whole)
 
 
-def test_sampled_tokens(rollout):
+def test_sampled_tokens_get_equal_prompt_logprobs(rollout):
     modes = rollout(("batch", "prompt_logprobs"), temperature=1.0)
-    assert len({token for row in modes["batch"].tokens for token in row}) > 50  # drawn, not stuck
+    assert len({token for row in modes["batch"].tokens for token in row}) > 50  # random, not repetitive
     assert_same(modes["prompt_logprobs"], modes["batch"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_two_ranks(rollout, dtype):
-    whole = rollout(("batch", "one", "prefix", "prompt_logprobs"), dtype)["batch"]
+def test_two_ranks_match_one(rollout, dtype):
+    whole = rollout(MODES, dtype)["batch"]
     assert_same(rollout(("batch",), dtype, tp=2)["batch"], whole)
 
 
-def test_stock_engine_drifts(rollout):
-    """Without the patch these comparisons fail: they do have something to find. (Of two ranks on every processor: without AVX-512
-    the bits of vLLM for CPUs do not depend on the batch.)"""
-    stock = rollout(("batch", "one", "prefix", "prompt_logprobs"), torch.float32, patched=False)
+def test_a_stock_engine_drifts(rollout):
+    """The comparisons above fail without the patch, so they can detect a difference.
+
+    Two ranks differ on every processor. Without AVX-512, vLLM's bits on a CPU do not depend on the batch.
+    """
+    stock = rollout(MODES, torch.float32, patched=False)
     batch = stock.pop("batch")
     stock["two ranks"] = rollout(("batch",), torch.float32, patched=False, tp=2)["batch"]
     assert batch.contract == "stock"

@@ -1,4 +1,4 @@
-"""Layouts that RL frameworks start vLLM in: processes that a launcher started, with a worker extension that loads weights."""
+"""Process layouts of RL frameworks: an external launcher, worker extensions and derived worker classes."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.vllm.test_processes import greedy, reload, start, statuses
 
 
 class Launched:
-    """Two processes with the variables that torchrun sets, each an engine's tensor-parallel rank. Calls go to both."""
+    """Two processes with torchrun's variables, one tensor-parallel rank each. Calls run on both."""
 
     def __init__(self, vllm_process):
         port = str(free_port())
@@ -58,21 +58,21 @@ def launched(vllm_process, checkpoint):
 
 
 def forget_shared_memory():
-    """vLLM's CPU ranks name theirs by the engine, which has no name under a launcher: what one leaves stops the next."""
+    """Delete leftover shared memory of vLLM's CPU ranks, whose fixed names under a launcher block the next engine."""
     for file in Path("/dev/shm").glob("-tp:0-*cpushm_*"):
         file.unlink()
 
 
 @pytest.fixture(scope="module")
 def alone(vllm_process, checkpoint):
-    """An engine in one process."""
+    """Return a process with an engine of one worker."""
     process = vllm_process()
     process(start, checkpoint(), 1)
     return process
 
 
-def test_an_external_launcher_and_weights_in_buckets(launched, alone, checkpoint, prompts):
-    """Both ranks give the bits of an engine of one worker, of the weights that it began with and of those that came."""
+def test_external_launcher_ranks_match_one_worker(launched, alone, checkpoint, prompts):
+    """Compare initial weights and weights updated in buckets."""
     first = alone(greedy, prompts)
     assert launched(greedy, prompts) == [first, first]
     assert all(count[0] > 20 for count in launched(load_in_buckets, checkpoint(seed=1)))
@@ -93,8 +93,8 @@ def start_derived(state, model, worker):
     state.llm = LLM(model, dtype="bfloat16", worker_cls=f"tests.vllm.derived.{worker}", **ENGINE)
 
 
-def test_a_worker_class_that_derives_from_alignkits(vllm_process, alone, checkpoint, prompts):
-    """Its methods are there, and the bits are those of alignkit's own, also of weights that they load."""
+def test_a_derived_worker_class_matches_alignkits(vllm_process, alone, checkpoint, prompts):
+    """The derived methods work, and logprobs match alignkit's worker before and after they load weights."""
     process = vllm_process()
     process(start_derived, checkpoint(), "Mine")
     alone(reload, checkpoint())
@@ -109,13 +109,13 @@ def test_a_worker_class_that_derives_from_alignkits(vllm_process, alone, checkpo
 @pytest.mark.parametrize(
     "worker, why",
     [
-        ("Overrides", "it overrides execute_model, load_model"),
-        ("Stock", "it does not derive from alignkit"),
-        ("Between", "bases of its own do not all stand before"),
-        ("nowhere", "it cannot be imported"),
+        ("Overrides", "must not override execute_model, load_model"),
+        ("Stock", "must derive from alignkit"),
+        ("Between", "its other base classes must precede alignkit"),
+        ("nowhere", "cannot be imported"),
     ],
 )
-def test_other_worker_classes_are_refused(alone, checkpoint, worker, why):
+def test_unsupported_worker_classes_are_rejected(alone, checkpoint, worker, why):
     with pytest.raises(UnsupportedError, match=f"worker_cls tests.vllm.derived.{worker}: {why}"):
         alone(configured, checkpoint(), f"tests.vllm.derived.{worker}")
 

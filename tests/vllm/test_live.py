@@ -1,4 +1,4 @@
-"""Parts of an engine that are replaced, before it is built or while it runs."""
+"""Detection of replaced parts, before an engine is built and while it runs."""
 
 import re
 
@@ -10,7 +10,7 @@ from tests.vllm.conftest import ENGINE
 SMALL = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256, "vocab": 512}
 PROMPT = [5, 100, 33, 511, 0, 41, 7, 7]
 STEPS = 64
-"""Enough for two rounds of looking at all parts of the small model."""
+"""Steps per request, enough to check every part of the small model twice."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def spare(vllm_process):
     return vllm_process()
 
 
-# What runs in the engine's process.
+# Functions that run in the engine's process.
 
 
 def start(state, model, options):
@@ -52,8 +52,8 @@ def generate(state):
     return [step[t].logprob for t, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)]
 
 
-def first_refusal(state):
-    """What stops the engine, and after how many steps."""
+def first_error(state):
+    """Return the error that stops the engine, or None, and the number of steps until then."""
     steps, execute = 0, worker(state).model_runner.execute_model
 
     def counted(*args, **kwargs):
@@ -83,42 +83,49 @@ def status(state):
     return worker_status(state.llm)[0]
 
 
-def exchanged(state, replace):
-    """With a part replaced: what stops the engine, its status, and what is refused of an `apply_model`. Then, with the
-    part put back, whether the engine says what it said before."""
+def with_replaced_part(state, replace):
+    """Replace a part and report the engine's reaction.
+
+    Returns:
+        The error that stops the engine, the number of steps, the status, and the error of `apply_model`. Then, with the
+        part restored: whether the logprobs are as before, and whether the status is patched.
+    """
     before, model = generate(state), worker(state).model_runner.get_model()
-    put_back = replace(state, model)
+    restore = replace(state, model)
     try:
-        (stopped, steps), seen = first_refusal(state), status(state)
+        (stopped, steps), seen = first_error(state), status(state)
         try:
             state.llm.apply_model(lambda model: None)
             applied = None
         except UnsupportedError as e:
             applied = str(e)
     finally:
-        put_back()
+        restore()
     return stopped, steps, seen, applied, generate(state) == before, status(state)["patched"]
 
 
-def cast_by_another(state):
-    """What stops the engine, and whether it says that it is patched, once all modules are cast by other functions, as they are when
-    TransformerEngine is imported."""
+def with_replaced_casts(state):
+    """Replace the cast methods of all modules, as importing TransformerEngine does.
+
+    Returns:
+        The error that stops the engine, and whether the status is patched.
+    """
     import torch
 
-    put_back = [setting(torch.nn.Module, name, lambda self: self) for name in ("float", "half", "bfloat16")]
+    restores = [set_attribute(torch.nn.Module, name, lambda self: self) for name in ("float", "half", "bfloat16")]
     try:
-        return first_refusal(state)[0], status(state)["patched"]
+        return first_error(state)[0], status(state)["patched"]
     finally:
-        for back in put_back:
-            back()
+        for restore in restores:
+            restore()
 
 
 def inner_sampler(state, model):
     last = worker(state).model_runner.sampler.topk_topp_sampler
-    return setting(last.sampler, "forward", lambda logits, *args: (logits.argmax(-1), logits * 2))
+    return set_attribute(last.sampler, "forward", lambda logits, *args: (logits.argmax(-1), logits * 2))
 
 
-def last_sampler(state, model):
+def outer_sampler(state, model):
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     part = worker(state).model_runner.sampler
@@ -126,8 +133,8 @@ def last_sampler(state, model):
     return lambda: setattr(part, "topk_topp_sampler", ours)
 
 
-def values(state):
-    """Status with each of some values changed, which steps do not look at, and with all as they were."""
+def statuses_with_changed_values(state):
+    """Return the status with each of several values changed, which steps do not check, and after restoring all."""
     model = worker(state).model_runner.get_model()
     seen = []
     for owner, name, value in (
@@ -136,14 +143,14 @@ def values(state):
         (model.logits_processor, "soft_cap", 5.0),
         (model.model.layers[0].self_attn.attn.impl, "scale", 1.0),
     ):
-        put_back = setting(owner, name, value)
+        restore = set_attribute(owner, name, value)
         seen.append(status(state).get("replaced", ""))
-        put_back()
+        restore()
     return seen, status(state)["patched"]
 
 
-def setting(owner, name, value):
-    """Sets it; what is returned puts it back."""
+def set_attribute(owner, name, value):
+    """Set an attribute and return a function that restores it."""
     own = any(name in vars(owner).get(held, ()) for held in ("_modules", "_parameters")) or name in vars(owner)
     old = getattr(owner, name)
     setattr(owner, name, value)
@@ -153,11 +160,11 @@ def setting(owner, name, value):
 def sampler(state, model):
     from vllm.v1.sample.sampler import Sampler
 
-    return setting(worker(state).model_runner, "sampler", Sampler("raw_logprobs"))
+    return set_attribute(worker(state).model_runner, "sampler", Sampler("raw_logprobs"))
 
 
 def logprobs_of_the_sampler(state, model):
-    return setting(worker(state).model_runner.sampler, "compute_logprobs", lambda logits: logits.log_softmax(-1))
+    return set_attribute(worker(state).model_runner.sampler, "compute_logprobs", lambda logits: logits.log_softmax(-1))
 
 
 def norm(state, model):
@@ -187,7 +194,7 @@ def module(state, model):
 
 def forward_of_a_module(state, model):
     layer = model.model.layers[1].mlp.down_proj
-    return setting(layer, "forward", lambda x: type(layer).forward(layer, x * 2))
+    return set_attribute(layer, "forward", lambda x: type(layer).forward(layer, x * 2))
 
 
 def method_of_our_class(state, model):
@@ -195,7 +202,7 @@ def method_of_our_class(state, model):
 
     from alignkit.vllm.layers import AlignedRMSNorm
 
-    return setting(AlignedRMSNorm, "forward", RMSNorm.forward_native)
+    return set_attribute(AlignedRMSNorm, "forward", RMSNorm.forward_native)
 
 
 def method_added_to_our_class(state, model):
@@ -203,7 +210,7 @@ def method_added_to_our_class(state, model):
 
     from alignkit.vllm.layers import AlignedSiluAndMul
 
-    return setting(AlignedSiluAndMul, "_call_impl", lambda self, x: torch.nn.Module._call_impl(self, x * 2))
+    return set_attribute(AlignedSiluAndMul, "_call_impl", lambda self, x: torch.nn.Module._call_impl(self, x * 2))
 
 
 def method_of_vllms_class(state, model):
@@ -217,7 +224,7 @@ def method_of_vllms_class(state, model):
     def forward(self, positions, hidden_states):
         return stock(self, positions, hidden_states) * 2
 
-    return setting(Qwen3Attention, "forward", forward)
+    return set_attribute(Qwen3Attention, "forward", forward)
 
 
 def hook(state, model):
@@ -228,7 +235,7 @@ def hook_before(state, model):
     return model.logits_processor.register_forward_pre_hook(lambda module, args: (args[0], args[1] * 2)).remove
 
 
-def hook_of_all(state, model):
+def global_hook(state, model):
     import torch
 
     return torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None).remove
@@ -241,12 +248,12 @@ def linear_method(state, model):
         def apply(self, layer, x, bias=None):
             return x @ layer.weight.T
 
-    return setting(model.model.layers[1].self_attn.qkv_proj, "quant_method", Mine())
+    return set_attribute(model.model.layers[1].self_attn.qkv_proj, "quant_method", Mine())
 
 
 def attention(state, model):
     impl = model.model.layers[1].self_attn.attn.impl
-    return setting(impl, "forward", lambda layer, q, k, v, cache, meta, output, **rest: output.zero_())
+    return set_attribute(impl, "forward", lambda layer, q, k, v, cache, meta, output, **rest: output.zero_())
 
 
 def attention_registered(state, model):
@@ -258,25 +265,25 @@ def attention_registered(state, model):
 
 PARTS = {
     sampler: "sampler: logprobs by Sampler",
-    logprobs_of_the_sampler: "sampler: compute_logprobs is replaced",
+    logprobs_of_the_sampler: "sampler: compute_logprobs was replaced",
     norm: r"model.layers.1.input_layernorm \(RMSNorm\)",
     module: r"model.layers.0.mlp.act_fn \(Doubled\)",
-    forward_of_a_module: "model.layers.1.mlp.down_proj: forward is replaced",
-    method_of_our_class: "AlignedRMSNorm.forward is replaced",
-    method_added_to_our_class: "AlignedSiluAndMul._call_impl is replaced",
-    method_of_vllms_class: "Qwen3Attention.forward is replaced",
+    forward_of_a_module: "model.layers.1.mlp.down_proj: forward was replaced",
+    method_of_our_class: "AlignedRMSNorm.forward was replaced",
+    method_added_to_our_class: "AlignedSiluAndMul._call_impl was replaced",
+    method_of_vllms_class: "Qwen3Attention.forward was replaced",
     hook: "model.layers.0.self_attn: forward hook hook.<locals>.<lambda>",
     hook_before: "logits_processor: forward hook",
-    hook_of_all: "forward hook of all modules",
+    global_hook: "forward hook of all modules",
     linear_method: "model.layers.1.self_attn.qkv_proj: computed by Mine",
-    attention: "forward of its attention is replaced",
+    attention: "forward of its attention was replaced",
     attention_registered: "another module is registered",
 }
 
 
 @pytest.mark.parametrize("replace", PARTS, ids=lambda f: f.__name__)
-def test_a_part_replaced_in_a_running_engine(engine, replace):
-    stopped, steps, seen, applied, as_before, patched = engine(exchanged, replace)
+def test_a_running_engine_stops_when_a_part_is_replaced(engine, replace):
+    stopped, steps, seen, applied, as_before, patched = engine(with_replaced_part, replace)
     assert stopped is not None and steps < STEPS
     for text in (stopped, applied, seen["replaced"]):
         assert re.search(PARTS[replace], text), text
@@ -284,99 +291,105 @@ def test_a_part_replaced_in_a_running_engine(engine, replace):
     assert as_before and patched
 
 
-def test_modules_are_cast_by_another(engine):
-    assert engine(cast_by_another) == (None, True)
+def test_replaced_module_casts_are_accepted(engine):
+    assert engine(with_replaced_casts) == (None, True)
 
 
 @pytest.mark.parametrize(
     "replace, text",
     [
-        (last_sampler, "sampler.topk_topp_sampler: logprobs by TopKTopPSampler"),
-        (inner_sampler, "sampler.topk_topp_sampler.sampler: its forward is replaced"),
+        (outer_sampler, "sampler.topk_topp_sampler: logprobs by TopKTopPSampler"),
+        (inner_sampler, "sampler.topk_topp_sampler.sampler: its forward was replaced"),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_a_sampler_of_processed_logprobs(processed, replace, text):
-    stopped, steps, seen, _, as_before, patched = processed(exchanged, replace)
+def test_a_replaced_sampler_of_processed_logprobs_stops_the_engine(processed, replace, text):
+    stopped, steps, seen, _, as_before, patched = processed(with_replaced_part, replace)
     assert text in stopped and text in seen["replaced"] and steps == 0
     assert as_before and patched
 
 
-def test_values_that_config_json_does_not_have(engine):
-    seen, patched = engine(values)
-    for text, name in zip(
-        seen, ("rms_norm_eps", "logit_scale", "a soft cap of the logits", "the scale of attention"), strict=True
-    ):
+def test_status_names_changed_values(engine):
+    seen, patched = engine(statuses_with_changed_values)
+    for text, name in zip(seen, ("rms_norm_eps", "logit_scale", "logits soft cap", "attention scale"), strict=True):
         assert f"{name} (" in text
     assert patched
 
 
-# Before it is built.
+# Replacements before the engine is built.
 
 
-def built(state, model, replace):
-    """The error of an engine made after `replace`."""
-    put_back = replace(state, None)
+def start_error(state, model, replace):
+    """Return the error of an engine that starts after `replace`, or None."""
+    restore = replace(state, None)
     try:
         start(state, model, {})
         return None
     except UnsupportedError as e:
         return str(e)
     finally:
-        put_back()
+        restore()
 
 
 @pytest.mark.parametrize("replace", [method_of_vllms_class, method_of_our_class], ids=lambda f: f.__name__)
-def test_a_method_replaced_before_the_engine_is_made(spare, checkpoint, replace):
-    assert re.search(PARTS[replace], spare(built, checkpoint(**SMALL), replace))
+def test_a_method_replaced_before_the_engine_starts_is_rejected(spare, checkpoint, replace):
+    assert re.search(PARTS[replace], spare(start_error, checkpoint(**SMALL), replace))
 
 
-def test_a_look_costs_microseconds(engine):
-    assert engine(cost) < 1e-4
+def test_a_step_check_costs_microseconds(engine):
+    assert engine(step_check_seconds) < 1e-4
 
 
-def cost(state):
-    """Seconds of a step's look, the fastest of some."""
+def step_check_seconds(state):
+    """Return the time of a step's check in seconds, the minimum of 5 repeats."""
     import timeit
 
     return min(timeit.repeat(worker(state)._watch.step, number=100, repeat=5)) / 100
 
 
-def in_files(state):
-    """Which class a model's file has by the name `Qwen3Attention` when models are built of alignkit's layers, of some
-    and of none, and what is said where another has put in one of its own."""
+def attention_class_names(state):
+    """Return the names of `qwen3.Qwen3Attention` inside and outside of `aligned_layers`.
+
+    The cases are: all aligned layers, none, some, and the error if another plugin has replaced the class.
+    """
     from vllm.model_executor.models import qwen3
 
     from alignkit.vllm.layers import aligned_layers
 
     stock, seen = qwen3.Qwen3Attention, []
 
-    def look():
+    def record_name():
         seen.append(qwen3.Qwen3Attention.__name__)
 
     with aligned_layers():
-        look()
-    look()
+        record_name()
+    record_name()
     with aligned_layers(("RMSNorm", "RotaryEmbedding")):
-        look()
+        record_name()
     qwen3.Qwen3Attention = type("Mine", (stock,), {})
     try:
         with aligned_layers():
-            look()
+            record_name()
     except UnsupportedError as e:
         seen.append(str(e))
-    look()
+    record_name()
     qwen3.Qwen3Attention = stock
     return seen
 
 
-def test_a_class_of_a_models_file_is_exchanged_while_a_model_is_built(spare):
+def test_model_classes_are_replaced_only_while_a_model_is_built(spare):
     refused = "Qwen3Attention: already replaced by another vLLM plugin"
-    assert spare(in_files) == ["AlignedQwen3Attention", "Qwen3Attention", "Qwen3Attention", refused, "Mine"]
+    assert spare(attention_class_names) == [
+        "AlignedQwen3Attention",
+        "Qwen3Attention",
+        "Qwen3Attention",
+        refused,
+        "Mine",
+    ]
 
 
-def one_op_and_two(state):
-    """Logprobs of the engine as it is, and with the norms and the rotation as vLLM calls them."""
+def fused_and_separate_logprobs(state):
+    """Return the number of fused calls, and the logprobs with fused and with separate norms and RoPE."""
     from vllm.model_executor.models.qwen3 import Qwen3Attention
 
     from alignkit.ops import library
@@ -389,7 +402,7 @@ def one_op_and_two(state):
     finally:
         library.qk_norm_rope = op
     watch = worker(state)._watch
-    watch.step = lambda: None  # it would find the replaced method
+    watch.step = lambda: None  # the check would report the replaced method
     NormedAttention.forward = Qwen3Attention.forward
     try:
         return len(calls), one, generate(state)
@@ -398,6 +411,6 @@ def one_op_and_two(state):
         del watch.step
 
 
-def test_norms_and_rotation_in_one_op_change_no_bit(engine):
-    calls, one, two = engine(one_op_and_two)
-    assert calls == 2 * STEPS and one == two  # a call a layer and step
+def test_the_fused_qk_norm_rope_keeps_the_bits(engine):
+    calls, one, two = engine(fused_and_separate_logprobs)
+    assert calls == 2 * STEPS and one == two  # one call per layer and step

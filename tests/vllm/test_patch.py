@@ -1,4 +1,4 @@
-"""The patch itself: all of it or nothing, and an undo that takes away what the patch set."""
+"""The patch itself: it is atomic, and undo restores everything it set."""
 
 import os
 
@@ -29,8 +29,8 @@ def values():
     return [getattr(owner, name) for owner, name in places()]
 
 
-def half_way(state, at):
-    """The error of a patch whose replacement number `at` fails, whether all is as before, status and variable."""
+def patch_that_fails(state, at):
+    """Fail replacement number `at`; return the error, whether all values are restored, the status and the variable."""
     from alignkit.engines import patch
     from alignkit.vllm import patch_vllm, status
 
@@ -54,7 +54,7 @@ def half_way(state, at):
 
 
 def replaced_since(state):
-    """What an undo says and leaves when another has replaced a name since, and what it does once that is gone."""
+    """Replace a name after the patch; return the error of undo, then the state after removing the replacement."""
     from alignkit.vllm import patch_vllm, status
 
     before, patch, (owner, name) = values(), patch_vllm(), places()[0]
@@ -88,16 +88,16 @@ def variable_changed_since(state):
 
 
 @pytest.mark.parametrize("at", [1, 3, 4])
-def test_a_patch_that_fails_half_way_leaves_nothing(process, at):
-    assert process(half_way, at) == ("cannot be set", True, False, "")
+def test_a_patch_that_fails_midway_restores_everything(process, at):
+    assert process(patch_that_fails, at) == ("cannot be set", True, False, "")
 
 
-def test_undo_overwrites_nobody(process):
+def test_undo_rejects_a_later_replacement(process):
     error, kept, live, restored, still_live = process(replaced_since)
     assert "EngineArgs.create_engine_config: has been replaced since patch_vllm, by replaced_since" in error
     assert kept and live
     assert restored and not still_live
 
 
-def test_undo_leaves_the_variable_as_it_was_or_was_set_since(process):
+def test_undo_restores_the_variable_unless_it_was_set_since(process):
     assert process(variable_changed_since) == ("1", "no", "off")

@@ -1,11 +1,11 @@
-"""Every field of a version's configuration has been looked at: it is in a table, or must be at its default on purpose."""
+"""Completeness of the policy tables: each field is in a table or deliberately restricted to its default."""
 
 import ast
 
 import pytest
 
 from alignkit.vllm.policy import PARTS
-from tests.vllm.test_seams import installed, wheel_root
+from tests.vllm.test_hook_points import installed, wheel_root
 
 FILES = {"": ("vllm", "VllmConfig"), "compilation_config.pass_config": ("compilation", "PassConfig")} | {
     f"{part}_config": (part, f"{part.capitalize()}Config")
@@ -20,11 +20,11 @@ AT_DEFAULT = {
     "kv_sharing_fast_prefill",
     "use_non_causal",
 }
-"""What changes numbers in a way that no table allows, and vLLM leaves off."""
+"""Fields that change numerics, are in no table, and are off by default in vLLM."""
 
 
 def fields(root, part):
-    """Names of the dataclass's fields, in the source."""
+    """Return the names of the dataclass's fields from the source."""
     file, name = FILES[part]
     tree = ast.parse((root / "config" / f"{file}.py").read_text())
     body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
@@ -35,11 +35,11 @@ def fields(root, part):
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "installed"])
-def test_every_field_has_been_looked_at(version, tmp_path):
+def test_every_configuration_field_is_classified(version, tmp_path):
     assert {part for part, _ in PARTS} == FILES.keys()
     root, unknown = installed() if version == "installed" else wheel_root(version, tmp_path), set()
     for part, table in PARTS:
         names = fields(root, part)
         assert len(names) > 10, part
-        unknown |= {row.field for row in table.over(names, lambda _: None)} - table.fields
+        unknown |= {row.field for row in table.rows_for(names, lambda _: None)} - table.fields
     assert unknown <= AT_DEFAULT

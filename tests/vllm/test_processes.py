@@ -1,4 +1,4 @@
-"""Engines whose workers are processes of their own, and the entry point that vLLM loads there."""
+"""Engines with separate worker processes, and the plugin entry point that vLLM loads there."""
 
 import os
 from importlib.metadata import entry_points
@@ -13,8 +13,10 @@ from tests.vllm.conftest import ENGINE
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp1", "tp2"])
 def engine(request, vllm_process, checkpoint):
-    """(process, tp) of a patched multiprocess engine. No plugin of vLLM's is loaded: alignment must not hang
-    on one, as vLLM goes on without a plugin that cannot be imported."""
+    """Return (process, tp) of a patched multiprocess engine.
+
+    No vLLM plugin is loaded: vLLM ignores plugins that fail to import, so alignment must not depend on one.
+    """
     process = vllm_process(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_PLUGINS="")
     process(start, checkpoint(), request.param)
     return process, request.param
@@ -60,13 +62,13 @@ def structured(state):
     state.llm.generate([{"prompt_token_ids": [1, 2]}], params, use_tqdm=False)
 
 
-def test_same_bits_as_in_process(engine, rollout, prompts):
+def test_worker_processes_match_an_in_process_engine(engine, rollout, prompts):
     process, _ = engine
     expected = rollout(("batch", "one", "prefix", "prompt_logprobs"))["batch"]
     assert process(greedy, prompts) == list(zip(expected.tokens, [x.tolist() for x in expected.logprobs], strict=True))
 
 
-def test_every_worker_says_what_it_runs(engine):
+def test_every_worker_reports_its_patches(engine):
     process, tp = engine
     workers = process(statuses)
     assert len(workers) == tp
@@ -75,7 +77,7 @@ def test_every_worker_says_what_it_runs(engine):
     assert workers[0]["modules"]["AlignedRowParallelLinear"] == 8
 
 
-def test_a_refused_request_reaches_the_user_and_harms_no_other(engine, prompts):
+def test_a_rejected_request_raises_and_the_engine_survives(engine, prompts):
     process, _ = engine
     with pytest.raises(UnsupportedError, match="structured outputs"):
         process(structured)
@@ -84,7 +86,7 @@ def test_a_refused_request_reaches_the_user_and_harms_no_other(engine, prompts):
 
 @pytest.fixture(scope="module")
 def reloaded():
-    """What the engines with one worker and with two say after a reload."""
+    """Return a dict for the answers after a reload, by number of workers."""
     return {}
 
 
@@ -101,12 +103,12 @@ def test_weights_are_reloaded_in_every_worker(engine, prompts, checkpoint, reloa
 # The entry point.
 
 
-def registered(state, asked):
-    """Status after vLLM's plugin loader has called the entry point, with ALIGNKIT_VLLM set or not."""
+def register_plugin(state, value):
+    """Return the status after calling the entry point twice with a value of ALIGNKIT_VLLM."""
     from alignkit.vllm import status
     from alignkit.vllm.plugin import register
 
-    os.environ["ALIGNKIT_VLLM"] = asked
+    os.environ["ALIGNKIT_VLLM"] = value
     register()
     register()
     return status()
@@ -118,8 +120,8 @@ def stock_worker_class(state, model):
     return EngineArgs(model, **ENGINE).create_engine_config().parallel_config.worker_cls
 
 
-def hashes(state, model):
-    """Of a stock, an aligned and again a stock engine's configuration: what compiled models are kept under."""
+def config_hashes(state, model):
+    """Return the compile-cache keys of a stock, an aligned and another stock configuration."""
     from vllm.engine.arg_utils import EngineArgs
 
     from alignkit.vllm import patch_vllm
@@ -133,8 +135,8 @@ def hashes(state, model):
     return before, aligned, stock()
 
 
-def asynchronous(state, model):
-    """Status of the workers of an `AsyncLLM`."""
+def async_worker_statuses(state, model):
+    """Return the status of the workers of an `AsyncLLM`."""
     import asyncio
 
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -164,30 +166,30 @@ def config_before_patch(state, model):
         LLMEngine.from_vllm_config(config)
 
 
-def test_plugin_does_nothing_until_asked(vllm_process, checkpoint):
+def test_the_plugin_patches_only_when_enabled(vllm_process, checkpoint):
     process = vllm_process()
     for no in ("", "0", " False", "no", "OFF"):
-        assert process(registered, no) == {"patched": False}
+        assert process(register_plugin, no) == {"patched": False}
     assert process(stock_worker_class, checkpoint()) == "vllm.v1.worker.cpu_worker.CPUWorker"
-    with pytest.raises(UnsupportedError, match="made before patch_vllm"):
+    with pytest.raises(UnsupportedError, match="created before patch_vllm"):
         process(config_before_patch, checkpoint())
-    assert process(registered, "1")["patched"]
+    assert process(register_plugin, "1")["patched"]
     assert process(stock_worker_class, checkpoint()) == "alignkit.vllm.worker.AlignedWorker"
 
 
 @pytest.mark.parametrize("value", ["1", " 1", "true", "Yes", "ON\n"])
-def test_words_that_ask(value):
+def test_true_values_enable_the_plugin(value):
     assert Config.vllm.of(value)
 
 
 @pytest.mark.parametrize("value", ["2", "y", "aligned", "1,1", "-"])
-def test_other_words_are_refused(value):
-    with pytest.raises(InputError, match=f"ALIGNKIT_VLLM: '{value}' is neither of 1, on, true, yes nor of 0, false"):
+def test_other_values_are_rejected(value):
+    with pytest.raises(InputError, match=f"ALIGNKIT_VLLM: must be a boolean .*, got '{value}'"):
         Config.vllm.of(value)
 
 
-def twice(state, model, value):
-    """The errors of making an engine twice, in a process where vLLM has not loaded its plugins."""
+def start_twice(state, model, value):
+    """Start an engine twice in a process that has not loaded vLLM's plugins; return both errors."""
     from vllm import LLM
 
     os.environ["ALIGNKIT_VLLM"] = value
@@ -201,37 +203,40 @@ def twice(state, model, value):
     return errors
 
 
-def unknown_version(state, model):
+def start_twice_with_unknown_version(state, model):
     import vllm
 
     vllm.__version__ = "0.99.0"
-    return twice(state, model, "yes")
+    return start_twice(state, model, "yes")
 
 
 @pytest.mark.parametrize(
     "fails, named",
     [
-        (lambda process, model: process(twice, model, "sure"), "'sure' is neither of"),
-        (lambda process, model: process(unknown_version, model), "vLLM 0.99.0"),
+        (
+            lambda process, model: process(start_twice, model, "sure"),
+            "must be a boolean (1/on/true/yes or 0/false/no/off), got 'sure'",
+        ),
+        (lambda process, model: process(start_twice_with_unknown_version, model), "vLLM 0.99.0"),
     ],
     ids=["word", "version"],
 )
-def test_no_engine_is_made_after_the_plugin_failed(vllm_process, checkpoint, fails, named):
-    """vLLM loads plugins once in a process: a second attempt must not find it stock."""
+def test_no_engine_starts_after_the_plugin_failed(vllm_process, checkpoint, fails, named):
+    """A second attempt must fail too, although vLLM loads plugins once per process."""
     first, second = fails(vllm_process(), checkpoint())
     assert named in first and named in second
 
 
-def test_compiled_models_of_stock_and_aligned_engines_do_not_meet(vllm_process, checkpoint):
-    before, aligned, after = vllm_process()(hashes, checkpoint())
+def test_stock_and_aligned_engines_have_separate_compile_caches(vllm_process, checkpoint):
+    before, aligned, after = vllm_process()(config_hashes, checkpoint())
     assert before == after != aligned
 
 
-def test_asynchronous_engine(vllm_process, checkpoint):
-    (worker,) = vllm_process(fork_workers=True)(asynchronous, checkpoint())
+def test_workers_of_an_async_engine_are_aligned(vllm_process, checkpoint):
+    (worker,) = vllm_process(fork_workers=True)(async_worker_statuses, checkpoint())
     assert worker["patched"] and worker["contract"] == contract_id("cpu")
 
 
-def test_plugin_is_an_entry_point_of_vllm():
+def test_the_plugin_is_an_entry_point_of_vllm():
     (found,) = entry_points(group="vllm.general_plugins", name="alignkit")
     assert found.value == "alignkit.vllm.plugin:register"

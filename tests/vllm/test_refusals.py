@@ -1,4 +1,4 @@
-"""What is refused, by name, when the engine's configuration is made."""
+"""Rejection of unsupported options and models, by name, when the engine configuration is created."""
 
 import json
 import os
@@ -36,8 +36,8 @@ def configure(state, model, options):
     return EngineArgs(model, **ENGINE | options).create_engine_config() and None
 
 
-def elsewhere(state, model, env, device, executor):
-    """A configuration as this machine cannot make it: of the V2 runner (it needs Triton), of a GPU, for Ray."""
+def check_config_for(state, model, env, device, executor):
+    """Check a configuration that this machine cannot create: the V2 runner (needs Triton), a GPU, or Ray."""
     before = dict(os.environ)
     from vllm.engine.arg_utils import EngineArgs
 
@@ -94,7 +94,7 @@ def build_with_an_extra_layer(state, model):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_engine_options(process, checkpoint, name, options):
+def test_unsupported_engine_options_are_rejected(process, checkpoint, name, options):
     with pytest.raises(UnsupportedError, match=name):
         process(configure, checkpoint(), options)
 
@@ -108,23 +108,23 @@ def test_engine_options(process, checkpoint, name, options):
         ("VLLM_USE_BREAKABLE_CUDAGRAPH", {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, "cpu"),
     ],
 )
-def test_runner_device_and_environment(process, checkpoint, name, env, device):
+def test_unsupported_runners_devices_and_variables_are_rejected(process, checkpoint, name, env, device):
     with pytest.raises(UnsupportedError, match=name):
-        process(elsewhere, checkpoint(), env, device, "uni")
+        process(check_config_for, checkpoint(), env, device, "uni")
 
 
-def test_executors(process, checkpoint):
-    """Ray's first one runs the model without asking the worker, which could not look at it then."""
-    process(elsewhere, checkpoint(), {}, "cpu", "ray")
-    with pytest.raises(UnsupportedError, match=r"Ray's first executor \(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
-        process(elsewhere, checkpoint(), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}, "cpu", "ray")
+def test_ray_v1_and_custom_executors_are_rejected(process, checkpoint):
+    """Ray's V1 executor bypasses the worker's execute_model, which checks the model."""
+    process(check_config_for, checkpoint(), {}, "cpu", "ray")
+    with pytest.raises(UnsupportedError, match=r"Ray's V1 executor \(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
+        process(check_config_for, checkpoint(), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}, "cpu", "ray")
     own = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     with pytest.raises(UnsupportedError, match=f"executor {own}"):
         process(configure, checkpoint(), {"distributed_executor_backend": own})
 
 
-def compilation(state, chosen):
-    """Where a version of vLLM has graphs, which needs a GPU."""
+def compilation_reasons(state, chosen):
+    """Return the refusals of a compilation config under a vLLM version with CUDA graphs, which needs a GPU."""
     import types
 
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
@@ -145,8 +145,8 @@ def compilation(state, chosen):
     return part_reasons(asked, "compilation_config", COMPILATION)
 
 
-def of_version(state, version, architecture):
-    """What is said of a model there."""
+def model_reasons(state, version, architecture):
+    """Return the refusals of a model architecture under a vLLM version."""
     import types
 
     from alignkit.vllm.refuse import _model_reasons
@@ -156,15 +156,15 @@ def of_version(state, version, architecture):
     return _model_reasons(hf, None, VERSIONS.rows[version].runs)
 
 
-def test_models_that_a_version_builds_otherwise(process):
-    assert process(of_version, "0.32", "Glm4MoeForCausalLM") == []
-    said = ["Glm4MoeForCausalLM in this version of vLLM (routers that are torch's own Linear)"]
-    assert process(of_version, "0.26", "Glm4MoeForCausalLM") == said
-    assert process(of_version, "0.26", "Qwen3MoeForCausalLM") == ["rotary embedding of a part of the head"]
+def test_models_unsupported_by_a_version_are_named(process):
+    assert process(model_reasons, "0.32", "Glm4MoeForCausalLM") == []
+    reasons = ["Glm4MoeForCausalLM in this version of vLLM (its routers are plain torch.nn.Linear)"]
+    assert process(model_reasons, "0.26", "Glm4MoeForCausalLM") == reasons
+    assert process(model_reasons, "0.26", "Qwen3MoeForCausalLM") == ["partial rotary embedding"]
 
 
-def unknown_field(state, model, part, field, value):
-    """What is said of a configuration with a field that alignkit has never heard of."""
+def check_unknown_field(state, model, part, field, value):
+    """Check a configuration with a field that alignkit does not know."""
     import dataclasses
 
     from vllm.engine.arg_utils import EngineArgs
@@ -177,7 +177,7 @@ def unknown_field(state, model, part, field, value):
     owner.__class__ = dataclasses.make_dataclass("Newer", [(field, object, None)], bases=(stock,), kw_only=True)
     try:
         setattr(owner, field, None)
-        refuse.refuse_config(config)  # at its default it asks for nothing
+        refuse.refuse_config(config)  # a default value is accepted
         setattr(owner, field, value)
         refuse.refuse_config(config)
     finally:
@@ -187,9 +187,9 @@ def unknown_field(state, model, part, field, value):
 @pytest.mark.parametrize(
     "part", ["", "model_config", "parallel_config", "cache_config", "scheduler_config", "attention_config"]
 )
-def test_a_field_that_alignkit_does_not_know(process, checkpoint, part):
+def test_an_unknown_field_must_keep_its_default(process, checkpoint, part):
     with pytest.raises(UnsupportedError, match="newer_kernels: True is not supported, only None"):
-        process(unknown_field, checkpoint(), part, "newer_kernels", True)
+        process(check_unknown_field, checkpoint(), part, "newer_kernels", True)
 
 
 @pytest.mark.parametrize(
@@ -209,17 +209,17 @@ def test_a_field_that_alignkit_does_not_know(process, checkpoint, part):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_ordinary_options_run(process, checkpoint, options):
+def test_supported_options_are_accepted(process, checkpoint, options):
     process(configure, checkpoint(), options)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_at_their_size(process, tmp_path, name):
+def test_published_model_configurations_are_accepted(process, tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     process(configure, str(tmp_path), {"dtype": "bfloat16"})
 
 
-def test_a_field_that_must_be_at_its_default(process, checkpoint):
+def test_a_field_outside_the_tables_must_keep_its_default(process, checkpoint):
     with pytest.raises(UnsupportedError, match="use_non_causal: True is not supported, only False"):
         process(configure, checkpoint(), {"attention_config": {"use_non_causal": True}})
 
@@ -229,15 +229,15 @@ def test_a_field_that_must_be_at_its_default(process, checkpoint):
     [
         ("compilation mode STOCK", {"mode": 1}),
         ("compilation backend mine", {"backend": "mine"}),
-        ("partitioned by inductor", {"use_inductor_graph_partition": True}),
-        ("compiler passes of your own", {"inductor_passes": {"post": "mine.pass"}}),
-        ("cache_dir of your own", {"cache_dir": "mine"}),
-        ("fusion by the compiler .fuse_allreduce_rms", {"pass_config__fuse_allreduce_rms": True}),
+        ("graph partitioning by inductor", {"use_inductor_graph_partition": True}),
+        ("custom compiler passes", {"inductor_passes": {"post": "mine.pass"}}),
+        ("custom cache_dir", {"cache_dir": "mine"}),
+        ("compiler fusion passes .fuse_allreduce_rms", {"pass_config__fuse_allreduce_rms": True}),
     ],
 )
-def test_compilation_where_it_is_supported(process, name, chosen):
-    assert process(compilation, {}) == []
-    (reason,) = process(compilation, chosen)
+def test_unsupported_compilation_options_are_named(process, name, chosen):
+    assert process(compilation_reasons, {}) == []
+    (reason,) = process(compilation_reasons, chosen)
     assert re.search(name, reason)
 
 
@@ -251,18 +251,18 @@ def test_compilation_where_it_is_supported(process, name, chosen):
         ),
         (
             "qwen3",
-            "Dots1ForCausalLM .mixture of experts",
+            "Dots1ForCausalLM .MoE",
             {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "n_routed_experts": 8},
         ),
         ("qwen3", "rope scaling", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         ("llama", "attention_factor", {"rope_scaling": ROPES["yarn"] | {"attention_factor": 1.0}}),
         ("qwen2", "sliding window", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}),
         ("mistral", "sliding window", {"sliding_window": 4096}),
-        ("qwen3", "not causal", {"is_causal": False}),
+        ("qwen3", "non-causal", {"is_causal": False}),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_models(process, checkpoint, tmp_path, arch, name, change):
+def test_unsupported_models_are_rejected(process, checkpoint, tmp_path, arch, name, change):
     model = shutil.copytree(checkpoint(arch), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | change))
@@ -270,9 +270,9 @@ def test_models(process, checkpoint, tmp_path, arch, name, change):
         process(configure, str(model), {})
 
 
-def test_a_model_of_other_layers(process, checkpoint):
-    """The configuration looks right, but vLLM builds something else from it."""
-    with pytest.raises(UnsupportedError, match=r"does not know: the model \(Extended\), extra \(GELU\)"):
+def test_a_model_with_an_extra_layer_is_rejected(process, checkpoint):
+    """The configuration is supported, but vLLM builds an extra module from it."""
+    with pytest.raises(UnsupportedError, match=r"unsupported modules: the model \(Extended\), extra \(GELU\)"):
         process(build_with_an_extra_layer, checkpoint())
 
 
@@ -302,6 +302,6 @@ def attention(state, options):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_attention_variants(process, name, options):
+def test_unsupported_attention_variants_are_rejected(process, name, options):
     with pytest.raises(UnsupportedError, match=name):
         process(attention, options)

@@ -1,4 +1,4 @@
-"""vLLM's data parallelism: replicas that share experts, and replicas that share nothing, with the bits of one rank."""
+"""Data parallelism in vLLM: replicas with and without shared experts match one rank."""
 
 import gc
 import operator
@@ -12,12 +12,12 @@ from alignkit.errors import UnsupportedError
 from tests.vllm.conftest import ENGINE
 from tests.vllm.test_experts import (
     SIZES,
-    assert_composed,
+    assert_matches_ops,
     assert_same,
     configure,
     evaluate,
     generate,
-    one_by_one,
+    one_at_a_time,
     reload,
     start,
     statuses,
@@ -42,12 +42,12 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def spare(vllm_process):
-    """A process for configurations."""
+    """Return a process for configurations."""
     return vllm_process()
 
 
-def replicated(state, model, options):
-    """The engine that vLLM's server has, with two replicas."""
+def start_replicas(state, model, options):
+    """Start the engine of vLLM's server with two replicas."""
     from alignkit.check.replicas import Replicas
     from alignkit.vllm import patch_vllm
 
@@ -55,23 +55,23 @@ def replicated(state, model, options):
         state.llm = Replicas(model, **ENGINE | {"dtype": "bfloat16", "data_parallel_size": 2} | options)
 
 
-def written(state, log):
-    """From here on, what the process writes to stderr goes to the file."""
+def redirect_stderr(state, log):
+    """Redirect the process's stderr to a file."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
 
 
-def shut(state):
+def shut_down_and_drop(state):
     shut_down(state.llm)
     drop(state)
 
 
 def drop(state):
     state.llm = None
-    gc.collect()  # a task that is left over is told of when it goes
+    gc.collect()  # asyncio reports pending tasks on destruction
 
 
 def assert_ends_quietly(process, log):
-    """The process has its replicas no more. Nothing holds up its end, and asyncio has said nothing of tasks that were left."""
+    """Assert that the process exits with status 0 and that asyncio reported no pending tasks."""
     process.stop()
     process.join()
     assert process.exitcode == 0
@@ -96,38 +96,38 @@ def assert_ends_quietly(process, log):
     ],
     ids=["ep2", "dense-tp2", "shared-dense-ep2", "glm-ep2", "tp2-ep4", "tp4", "shared-tp2-ep4"],
 )
-def test_replicas_share_experts(vllm_process, small, prompts, tmp_path, arch, options, sizes):
-    """Batches of other lengths on each, and of one while the other has none; in chunks, and with other weights."""
+def test_replicas_that_share_experts_match_the_ops(vllm_process, small, prompts, tmp_path, arch, options, sizes):
+    """Cover unequal batches, an idle replica, chunked prefill and reloaded weights."""
     process, path = vllm_process(fork_workers=True), small(arch, **sizes)
-    process(written, tmp_path / "log")
-    process(replicated, path, options)
+    process(redirect_stderr, tmp_path / "log")
+    process(start_replicas, path, options)
     workers = process(statuses)
     assert len(workers) == options.get("tensor_parallel_size", 1) and all(w["patched"] for w in workers)
     found = process(generate, prompts)
-    assert_composed(found, path, prompts)
-    assert_same(process(one_by_one, prompts[::-1]), found[::-1])
+    assert_matches_ops(found, path, prompts)
+    assert_same(process(one_at_a_time, prompts[::-1]), found[::-1])
     tokens = [tokens for tokens, _ in found]
     assert_same(list(zip(tokens, process(evaluate, prompts, tokens), strict=True)), found)
     process(reload, other := small(arch, seed=1, **sizes))
-    assert_composed(process(generate, prompts[-2:]), other, prompts[-2:])
-    process(shut)
+    assert_matches_ops(process(generate, prompts[-2:]), other, prompts[-2:])
+    process(shut_down_and_drop)
     assert_ends_quietly(process, tmp_path / "log")
 
 
-def test_replicas_of_a_dense_model(vllm_process, small, prompts, tmp_path):
-    """They share nothing: each is an engine of one rank."""
+def test_replicas_of_a_dense_model_match_one_engine(vllm_process, small, prompts, tmp_path):
+    """Replicas of a dense model share nothing; each is an engine of one rank."""
     process, alone = vllm_process(fork_workers=True), vllm_process()
     alone(start, path := small("qwen3"), {"dtype": "bfloat16"})
-    process(written, tmp_path / "log")
-    process(replicated, path, {})
+    process(redirect_stderr, tmp_path / "log")
+    process(start_replicas, path, {})
     assert process(statuses) == alone(statuses)
     assert_same(process(generate, prompts), alone(generate, prompts))
     process(drop)
     assert_ends_quietly(process, tmp_path / "log")
 
 
-def asked(state, model, part, field, value):
-    """A configuration that vLLM itself refuses on the CPU, or without other packages."""
+def check_config(state, model, part, field, value):
+    """Check a configuration that vLLM itself rejects on a CPU or without optional packages."""
     from vllm.engine.arg_utils import EngineArgs
 
     from alignkit.vllm import patch_vllm
@@ -142,16 +142,16 @@ def asked(state, model, part, field, value):
 @pytest.mark.parametrize(
     "name, field, value",
     [
-        ("load balancing of experts .EPLB.", "enable_eplb", True),
+        ("expert load balancing .EPLB.", "enable_eplb", True),
         ("all2all_backend deepep_high_throughput", "all2all_backend", "deepep_high_throughput"),
-        ("replicas that go on without one that failed", "enable_fault_tolerance", True),
-        ("micro-batches that overlap", "enable_dbo", True),
+        ("fault-tolerant data parallelism", "enable_fault_tolerance", True),
+        ("overlapping micro-batches", "enable_dbo", True),
         ("elastic expert parallelism", "enable_elastic_ep", True),
     ],
 )
-def test_options_refused(spare, small, name, field, value):
+def test_unsupported_options_are_rejected(spare, small, name, field, value):
     with pytest.raises(UnsupportedError, match=name):
-        spare(asked, small(), "parallel_config", field, value)
+        spare(check_config, small(), "parallel_config", field, value)
 
 
 @pytest.mark.parametrize(
@@ -160,17 +160,18 @@ def test_options_refused(spare, small, name, field, value):
         (
             {"experts": 6, "top_k": 2},
             True,
-            "tensor_parallel_size 2 of 2 replicas .the contract cuts 6 experts into 2 parts",
+            "tensor_parallel_size 2 of 2 replicas .4 ranks must divide 2: the contract splits 6 experts into 2 parts",
         ),
         (
             {"intermediate": 32},
             False,
-            "tensor_parallel_size 2 of 2 replicas .the contract cuts 32 features of an expert into 2 parts",
+            "tensor_parallel_size 2 of 2 replicas .4 ranks must divide 2: "
+            "the contract splits 32 features of an expert into 2 parts",
         ),
     ],
 )
-def test_replicas_that_cannot_share(spare, small, sizes, expert_parallel, name):
-    """A shared expert and layers without experts are shared in a replica only."""
+def test_replicas_that_cannot_split_the_experts_are_rejected(spare, small, sizes, expert_parallel, name):
+    """Shared experts and dense layers are sharded only within a replica."""
     options = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": expert_parallel}
     with pytest.raises(UnsupportedError, match=name):
         spare(configure, small(**sizes), options)

@@ -1,4 +1,4 @@
-"""`alignkit serve`: vLLM's server, aligned or not at all."""
+"""`alignkit serve`: vLLM's aligned server, and rejected options."""
 
 import json
 import os
@@ -40,7 +40,7 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    """A small checkpoint with a tokenizer of a word a token: the server puts logprobs beside text."""
+    """Return a small checkpoint with a word-level tokenizer, which the server needs for the text of logprobs."""
     return with_tokenizer(checkpoint(**SMALL), SMALL["vocab"])
 
 
@@ -63,7 +63,7 @@ def server(model, tmp_path_factory):
 
 @contextmanager
 def serving(model, options, log, env):
-    """Address of a server that no plugin of vLLM's is loaded in."""
+    """Yield the address of a server that loads no vLLM plugins."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -91,7 +91,7 @@ def serving(model, options, log, env):
         )
     try:
         deadline = time.monotonic() + 200
-        while not answers(address):
+        while not is_healthy(address):
             assert process.poll() is None and time.monotonic() < deadline, errors(log.read_text())
             time.sleep(0.5)
         yield address
@@ -104,12 +104,12 @@ def serving(model, options, log, env):
 
 
 def errors(log):
-    """Of a server's log: the lines that speak of errors, the first of which is the cause, and its end."""
-    spoken = [line for line in log.splitlines() if "Error" in line]
-    return "\n".join([*spoken[:40], "...", log[-4000:]])
+    """Return the lines of a server log that mention errors, the cause first, and the end of the log."""
+    found = [line for line in log.splitlines() if "Error" in line]
+    return "\n".join([*found[:40], "...", log[-4000:]])
 
 
-def answers(address):
+def is_healthy(address):
     try:
         return urllib.request.urlopen(f"{address}/health", timeout=5).status == 200
     except (urllib.error.URLError, OSError):
@@ -137,7 +137,7 @@ def complete(server, model, prompt=PROMPT, **params):
 
 
 def in_process(state, model):
-    """Greedy tokens and logprobs of an aligned engine without a server."""
+    """Return greedy tokens and logprobs of an aligned engine without a server."""
     from vllm import LLM, SamplingParams
 
     from alignkit.vllm import patch_vllm
@@ -155,13 +155,13 @@ def test_a_completion_has_the_bits_of_an_aligned_engine(server, model, vllm_proc
     assert (choice["token_ids"], choice["logprobs"]["token_logprobs"]) == vllm_process()(in_process, model)
 
 
-def test_its_workers_are_aligned(server):
+def test_server_workers_are_aligned(server):
     (worker,) = post(f"{server}/collective_rpc", {"method": "alignkit_status"})["results"]
     assert worker["patched"] and worker["contract"] == contract_id("cpu")
     assert worker["modules"]["AlignedRowParallelLinear"] == 4
 
 
-def test_a_refused_request_is_told_why_and_the_server_lives_on(server, model):
+def test_a_rejected_request_gets_the_reason_and_the_server_survives(server, model):
     with pytest.raises(urllib.error.HTTPError) as error:
         complete(server, model, structured_outputs={"regex": "a"})
     assert error.value.code == 400 and "structured outputs" in error.value.read().decode()
@@ -169,8 +169,8 @@ def test_a_refused_request_is_told_why_and_the_server_lives_on(server, model):
 
 
 @pytest.mark.slow
-def test_replicas_behind_one_front_end(checkpoint, vllm_process, tmp_path):
-    """vLLM would start a front end for each."""
+def test_replicas_behind_one_front_end_match_one_engine(checkpoint, vllm_process, tmp_path):
+    """The default of vLLM is one front end per replica."""
     model = with_tokenizer(checkpoint("qwen3_moe", **SMALL), SMALL["vocab"])
     options = [*OPTIONS, "--data-parallel-size", "2", "--enable-expert-parallel"]
     with serving(model, options, tmp_path / "log", ENV) as address, ThreadPoolExecutor(4) as pool:
@@ -180,37 +180,39 @@ def test_replicas_behind_one_front_end(checkpoint, vllm_process, tmp_path):
         assert (choice["token_ids"], choice["logprobs"]["token_logprobs"]) == expected
 
 
-# Not at all.
+# Rejections.
 
 
-def refused(state, arguments):
+def run_server(state, arguments):
     from alignkit.vllm.serve import serve
 
     serve(arguments)
 
 
-def test_what_cannot_be_aligned_is_not_served(vllm_process, model):
+def test_unsupported_options_are_not_served(vllm_process, model):
     process = vllm_process()
     with pytest.raises(UnsupportedError, match="LoRA"):
-        process(refused, [model, *OPTIONS, "--port", "0", "--enable-lora"])
+        process(run_server, [model, *OPTIONS, "--port", "0", "--enable-lora"])
     several = ["--data-parallel-size", "2", "--data-parallel-size-local", "2", "--data-parallel-multi-port-external-lb"]
-    with pytest.raises(UnsupportedError, match="--data-parallel-multi-port-external-lb: only the front end"):
-        process(refused, [model, *OPTIONS, "--port", "0", *several])
+    with pytest.raises(
+        UnsupportedError, match="--data-parallel-multi-port-external-lb: not supported; only the front end"
+    ):
+        process(run_server, [model, *OPTIONS, "--port", "0", *several])
 
 
 @pytest.mark.slow
-def test_what_a_worker_refuses_is_not_served(vllm_process, checkpoint, tmp_path, capfd):
+def test_a_model_rejected_by_a_worker_is_not_served(vllm_process, checkpoint, tmp_path, capfd):
     model = shutil.copytree(checkpoint(**SMALL, tied=True), tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] * 2}, model / "model.safetensors")
     with pytest.raises(BackendError, match="did not start"):
-        vllm_process(fork=False)(refused, [str(model), *OPTIONS, "--skip-tokenizer-init", "--port", "0"])
+        vllm_process(fork=False)(run_server, [str(model), *OPTIONS, "--skip-tokenizer-init", "--port", "0"])
     assert "tie_word_embeddings" in "".join(capfd.readouterr())
 
 
 @pytest.mark.slow
-def test_a_refusal_has_an_exit_status_of_its_own(model):
-    """Another than that of success and of logprobs that are not equal."""
+def test_a_rejected_option_has_its_own_exit_status(model):
+    """The status differs from those of success and of unequal logprobs."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "alignkit.cli", "serve", model, *OPTIONS, "--api-server-count", "2"],
         capture_output=True,

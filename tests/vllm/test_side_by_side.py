@@ -1,4 +1,4 @@
-"""How the tests on a GPU start their engines."""
+"""Concurrent starts of the GPU tests' engines."""
 
 import threading
 
@@ -7,8 +7,8 @@ import pytest
 from tests.vllm.test_cuda import side_by_side
 
 
-def test_who_asks_for_an_engine_waits_for_that_one_alone(tmp_path):
-    """The second cannot start, the third has not yet, and the fourth never does."""
+def test_requesting_an_engine_waits_for_that_engine_alone(tmp_path):
+    """The second engine fails, the third is still starting, and the fourth never starts."""
     may_start, began = threading.Event(), []
 
     def process(**environment):

@@ -1,6 +1,7 @@
-"""The Python of the versions whose kernels are for GPUs, aligned on this CPU: the bits of the version that is installed.
+"""GPU versions of vLLM, aligned on this CPU: their Python code gives the bits of the installed version.
 
-What a GPU alone has is not run here: compiled models, CUDA graphs, the V2 runner but for its logprobs."""
+Features that need a GPU are not tested here: compiled models, CUDA graphs, and the V2 runner beyond its logprobs.
+"""
 
 import json
 import os
@@ -12,13 +13,13 @@ import pytest
 
 from alignkit.testing import free_port
 from tests.vllm.settings import ENV
-from tests.vllm.test_seams import wheel_root
+from tests.vllm.test_hook_points import wheel_root
 
 pytestmark = pytest.mark.slow
 
 
 def run(model, out, *other, **variables):
-    """What `other_version` writes; float32 numbers are as good as their bytes in JSON."""
+    """Run `other_version` and return its output. JSON represents float32 values exactly."""
     command = [sys.executable, "-m", "tests.vllm.other_version", model, str(out), *map(str, other)]
     environment = os.environ | ENV | {"VLLM_PLUGINS": ""} | variables
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
@@ -28,7 +29,7 @@ def run(model, out, *other, **variables):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint, tmp_path_factory):
-    """By architecture: of the version that is installed."""
+    """Return a function that gives the answers of the installed version by architecture. Answers are cached."""
     done = {}
 
     def get(arch):
@@ -41,7 +42,7 @@ def expected(checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen2_moe"])
 @pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0"])
-def test_the_bits_of_the_version_that_is_installed(version, arch, expected, checkpoint, tmp_path):
+def test_other_versions_give_the_bits_of_the_installed_version(version, arch, expected, checkpoint, tmp_path):
     root = wheel_root(version, tmp_path)
     (tmp_path / "overlay").mkdir()
     answers = run(checkpoint(arch=arch), tmp_path / "answers.json", root, version, tmp_path / "overlay")
@@ -54,8 +55,8 @@ def test_the_bits_of_the_version_that_is_installed(version, arch, expected, chec
     assert _with_routers_of_one_class(answers) == _with_routers_of_one_class(expected(arch))
 
 
-def test_replicas_of_another_version(expected, checkpoint, tmp_path):
-    """They share experts, and have batches of other lengths, or none."""
+def test_replicas_of_another_version_give_the_same_bits(expected, checkpoint, tmp_path):
+    """The replicas share experts and have batches of different lengths, or none."""
     root, model = wheel_root("0.26.0", tmp_path), checkpoint(arch="qwen2_moe")
     ranks = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
 
@@ -73,7 +74,7 @@ def test_replicas_of_another_version(expected, checkpoint, tmp_path):
 
 
 def _with_routers_of_one_class(answers):
-    """vLLM makes routers of a class of their own in some versions."""
+    """Merge the counts of both router classes, which differ between vLLM versions."""
     modules = dict(answers["modules"])
     routers = [modules.pop(f"Aligned{name}", 0) for name in ("ReplicatedLinear", "GateLinear")]
     return answers | {"modules": modules | {"routers": sum(routers)}}

@@ -1,4 +1,4 @@
-"""Debian's chromium without a window, and a server for it."""
+"""Headless Chromium, and an `alignkit watch` server for it."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ _FLAGS = [
 
 
 def chromium(*args: str, url: str, timeout: float = 300) -> str:
-    """What it prints. Its profile is a new one each time."""
+    """Run Chromium with a fresh profile; return its stdout."""
     with tempfile.TemporaryDirectory() as profile:
         done = subprocess.run(
             [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", *args, url],
@@ -41,23 +41,23 @@ def chromium(*args: str, url: str, timeout: float = 300) -> str:
 
 @contextlib.contextmanager
 def watch(directory: Path, *options: str, folder: str | None = None):
-    """`alignkit watch` on a free port, run in `folder`: yields (its process, its address)."""
+    """Run `alignkit watch` on a free port in `folder`; yield (process, URL)."""
     process = subprocess.Popen(
         [sys.executable, "-m", "alignkit.cli", "watch", str(directory), "--port", "0", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=folder,
-        # A shell's background jobs ignore it, and so would what they start.
+        # Background jobs of a shell ignore SIGINT, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        said, deadline = b"", time.monotonic() + 300
-        while b"\n" not in said:
+        output, deadline = b"", time.monotonic() + 300
+        while b"\n" not in output:
             ready, _, _ = select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))
-            piece = os.read(process.stdout.fileno(), 4096) if ready else b""
-            assert piece, f"it did not listen: {said.decode()}"
-            said += piece
-        yield process, re.search(r"http://\S+/", said.decode())[0]
+            chunk = os.read(process.stdout.fileno(), 4096) if ready else b""
+            assert chunk, f"it did not listen: {output.decode()}"
+            output += chunk
+        yield process, re.search(r"http://\S+/", output.decode())[0]
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)

@@ -1,4 +1,4 @@
-"""Directories as a monitor writes them."""
+"""Directories of records for the tests of `alignkit watch`, written by the monitor itself."""
 
 import json
 
@@ -11,7 +11,7 @@ CONTRACT = "alignkit-3/cpu/v128/k8/kv32/leaf128"
 
 
 def write(directory, steps, rank=0, off=None, tokens=None, **options):
-    """Records of `steps`; at a step of `off` ({step: distance}), sequence 1, position 2 is that far off."""
+    """Write records of `steps`. `off` maps steps to the drift of sequence 1, position 2."""
     options = {"contract": CONTRACT, "on_difference": lambda error: None, "sinks": [], **options}
     with Monitor(directory, rank=rank, **options) as monitor:
         for step in steps:
@@ -22,7 +22,7 @@ def write(directory, steps, rank=0, off=None, tokens=None, **options):
 
 
 def append(directory, rank=0, **changes):
-    """A record like the last one of the rank, but for `changes`."""
+    """Append a copy of the rank's last record with `changes`."""
     path = directory / records_name(rank)
     record = json.loads(path.read_text().splitlines()[-1])
     with open(path, "a") as file:

@@ -1,6 +1,7 @@
 """The screenshot of the docs: `python -m tests.watch.screenshot [FILE]`. Needs chromium.
 
-Two ranks of a toy loop that is aligned until, in rank 1, one token's logprob is one ulp off, and then more are.
+It shows two ranks of a toy loop. On rank 1, one token's logprob is off by one ulp from some step on; then more tokens
+drift.
 """
 
 import sys
@@ -42,7 +43,7 @@ def run(directory: Path) -> None:
 
 def main(path: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        directory = Path("drift")  # as a user names it
+        directory = Path("drift")  # a relative path, as users write it
         run(scratch / directory)
         with browser.watch(directory, folder=scratch) as (_, url):
             browser.chromium(

@@ -1,4 +1,4 @@
-"""The page in a real browser."""
+"""The `alignkit watch` page in a real browser."""
 
 import re
 
@@ -10,7 +10,7 @@ from . import browser, runs
 pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium")
 
 
-def test_the_numbers_of_a_run_and_more_after_it_grew(tmp_path):
+def test_the_page_shows_the_numbers_of_a_growing_run(tmp_path):
     directory = tmp_path / "run"
     runs.write(directory, range(5), off={3: 0.5})
     with browser.watch(directory) as (_, url):
@@ -22,8 +22,8 @@ def test_the_numbers_of_a_run_and_more_after_it_grew(tmp_path):
     assert "1 of 48 logprobs are not bit-equal." in second and "to step 6;" in second
 
 
-def test_it_is_live(tmp_path):
-    """The script runs under the page's policy, and what it puts in is what the server has."""
+def test_the_page_updates_live(tmp_path):
+    """The page's content security policy allows the script, which inserts the server's content."""
     runs.write(tmp_path, range(5))
     with browser.watch(tmp_path) as (_, url):
         page = browser.chromium("--dump-dom", "--virtual-time-budget=5000", url=url)
@@ -31,7 +31,7 @@ def test_it_is_live(tmp_path):
     assert page.count("All 40 logprobs are bit-equal.") == page.count('id="plot"') == 1
 
 
-def test_text_of_the_files_runs_no_script(tmp_path):
+def test_text_from_files_runs_no_script(tmp_path):
     runs.write(tmp_path, [0])
     runs.append(
         tmp_path,
@@ -43,11 +43,11 @@ def test_text_of_the_files_runs_no_script(tmp_path):
     assert "<title>alignkit watch</title>" in page and "&lt;script&gt;" in page and "&lt;img src=x" in page
 
 
-def test_the_plot_is_drawn(tmp_path):
-    """The curve's colour is on the page: the plot's own style sheet was not refused."""
+def test_the_plot_is_rendered(tmp_path):
+    """The curve's color is on the page, so the policy allows the plot's own style sheet."""
     directory = tmp_path / "run"
     runs.write(directory, range(20), off={step: 2.0**-step for step in range(10, 20)})
     with browser.watch(directory) as (_, url):
         browser.chromium(f"--screenshot={tmp_path}/page.png", "--window-size=1040,900", url=url)
     pixels = Image.open(tmp_path / "page.png").convert("RGB")
-    assert sum(count for count, colour in pixels.getcolors(2**24) if colour == (0x1F, 0x77, 0xB4)) > 200
+    assert sum(count for count, color in pixels.getcolors(2**24) if color == (0x1F, 0x77, 0xB4)) > 200

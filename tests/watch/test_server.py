@@ -1,4 +1,4 @@
-"""The page's server: what it answers, what it refuses, and where it listens."""
+"""The `alignkit watch` server: responses, rejections and listening addresses."""
 
 import http.client
 import json
@@ -32,7 +32,7 @@ def client(tmp_path):
 
 
 def cells(html, table):
-    """Rows of cells of the table with that id."""
+    """Return the rows of cells of the table with this id."""
 
     class Parser(HTMLParser):
         rows, inside, cell = [], False, None
@@ -66,7 +66,7 @@ def test_the_page_shows_the_run(tmp_path, client):
     assert "1 of 72 logprobs are not bit-equal." in page and runs.CONTRACT in page
     first = " ".join(re.search(r'<p id="first">(.*?)</p>', page, re.DOTALL)[1].split())
     assert first == (
-        "The first difference: step 4, rank 0, sequence 1, position 2, token 4321: rollout -1.5 "
+        "First difference: step 4, rank 0, sequence 1, position 2, token 4321: rollout -1.5 "
         "(0xbfc00000), training -1 (0xbf800000)."
     )
     assert [(row[0], row[1], *row[3:]) for row in cells(page, "ranks")] == [
@@ -84,8 +84,8 @@ def test_the_page_shows_the_run(tmp_path, client):
     assert "<script" not in svg.text
 
 
-def test_an_aligned_run_an_empty_directory_and_growth(tmp_path, client):
-    assert "No record yet." in client.get("/").text and client.get("/drift.svg").status_code == 200
+def test_the_page_follows_a_directory_from_empty_to_growing(tmp_path, client):
+    assert "No records yet." in client.get("/").text and client.get("/drift.svg").status_code == 200
     runs.write(tmp_path, range(2))
     before, plot_before = client.get("/live").text, client.get("/drift.svg").content
     assert "All 16 logprobs are bit-equal." in before
@@ -96,14 +96,14 @@ def test_an_aligned_run_an_empty_directory_and_growth(tmp_path, client):
     assert re.search(r"/drift.svg\?\w+", after)[0] != re.search(r"/drift.svg\?\w+", before)[0]
 
 
-def test_ranks_of_two_contracts_are_warned_of(tmp_path, client):
+def test_ranks_with_different_contracts_give_a_warning(tmp_path, client):
     runs.write(tmp_path, [0])
     runs.write(tmp_path, [0], rank=1, contract="stock")
     assert "different contracts" in client.get("/").text
 
 
 @pytest.mark.parametrize("text", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "&lt;", "{{ 7 * 7 }}"])
-def test_what_files_hold_is_escaped(tmp_path, text):
+def test_text_from_files_is_escaped(tmp_path, text):
     directory = tmp_path / f"run {text.replace('/', '')}"
     runs.write(directory, [0], off={0: 0.5})
     record = json.loads((directory / records_name(0)).read_text())
@@ -115,7 +115,7 @@ def test_what_files_hold_is_escaped(tmp_path, text):
         assert [[text, "1"]] == cells(page, "latest")
 
 
-def test_every_answer_has_its_headers(tmp_path, client):
+def test_every_response_has_security_headers(tmp_path, client):
     runs.write(tmp_path, [0])
     for address in ADDRESSES:
         answer = client.get(address)
@@ -125,10 +125,10 @@ def test_every_answer_has_its_headers(tmp_path, client):
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["cache-control"] == "no-store" and answer.headers["referrer-policy"] == "no-referrer"
     page = client.get("/").text
-    assert not re.search(r"https?://|<style|style=|<script>|\son\w+=", page)  # what the policy would not run
+    assert not re.search(r"https?://|<style|style=|<script>|\son\w+=", page)  # content that the policy blocks
 
 
-def test_other_methods_and_hosts(client):
+def test_other_methods_and_hosts_are_rejected(client):
     for address in ADDRESSES:
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
             assert client.request(method, address).status_code == 405
@@ -136,7 +136,7 @@ def test_other_methods_and_hosts(client):
     assert client.get("/live", headers={"host": "localhost:8765"}).status_code == 200
 
 
-def test_no_other_file_by_any_path(tmp_path):
+def test_no_path_serves_another_file(tmp_path):
     directory = tmp_path / "run"
     runs.write(directory, [0])
     secret = "the secret of this test"
@@ -144,7 +144,7 @@ def test_no_other_file_by_any_path(tmp_path):
     (directory / "inside.txt").write_text(secret)
     (directory / "monitor-rank00007.jsonl").symlink_to(tmp_path / "secret.txt")
     with browser.watch(directory) as (_, url):
-        to = urlsplit(url)
+        address = urlsplit(url)
         for path in (
             "/inside.txt",
             f"/{records_name(0)}",
@@ -165,21 +165,22 @@ def test_no_other_file_by_any_path(tmp_path):
             "*",
             "http://127.0.0.1/inside.txt",
         ):
-            with socket.create_connection((to.hostname, to.port), timeout=30) as raw:  # no client mends the path
-                raw.sendall(f"GET {path} HTTP/1.1\r\nHost: {to.netloc}\r\nConnection: close\r\n\r\n".encode())
+            # HTTP clients would normalize the path.
+            with socket.create_connection((address.hostname, address.port), timeout=30) as raw:
+                raw.sendall(f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n".encode())
                 answer = b"".join(iter(lambda: raw.recv(65536), b"")).decode()
             assert re.match(r"HTTP/1.1 40[04] ", answer), (path, answer[:100])
             assert secret not in answer and "root:" not in answer
         for query in ("?file=../secret.txt", f"?path={tmp_path}/secret.txt", "?dir=/etc&name=passwd"):
-            connection = http.client.HTTPConnection(to.netloc, timeout=30)
+            connection = http.client.HTTPConnection(address.netloc, timeout=30)
             connection.request("GET", "/data.json" + query)
             body = connection.getresponse().read().decode()
             assert secret not in body and len(json.loads(body)["ranks"]) == 1
             connection.close()
 
 
-def test_it_listens_on_the_loopback_interface_alone(tmp_path):
-    """The address that it is bound to, from the kernel."""
+def test_the_server_listens_only_on_loopback(tmp_path):
+    """Read the bound address from the kernel."""
     with browser.watch(tmp_path) as (process, url):
         port = urlsplit(url).port
         tables = [
@@ -187,14 +188,13 @@ def test_it_listens_on_the_loopback_interface_alone(tmp_path):
             for name in ("tcp", "tcp6")
             for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()
         ]
-        bound = [
-            row[1].rpartition(":")[0] for row in tables if row[1].endswith(f":{port:04X}") and row[3] == "0A"
-        ]  # listening
+        # State 0A is LISTEN.
+        bound = [row[1].rpartition(":")[0] for row in tables if row[1].endswith(f":{port:04X}") and row[3] == "0A"]
         assert bound == ["0100007F"] and url == f"http://127.0.0.1:{port}/"
 
 
 @pytest.mark.parametrize(
-    "host,addressed",
+    "host,accepts_any_host",
     [
         ("127.0.0.1", False),
         ("::1", False),
@@ -204,19 +204,19 @@ def test_it_listens_on_the_loopback_interface_alone(tmp_path):
         ("machine", True),
     ],
 )
-def test_by_which_names_it_may_be_addressed(host, addressed):
-    assert (server._names(host) == ["*"]) == addressed
+def test_allowed_hosts_depend_on_the_listen_address(host, accepts_any_host):
+    assert (server._allowed_hosts(host) == ["*"]) == accepts_any_host
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_when_interrupted(tmp_path, number):
+def test_a_signal_stops_the_server(tmp_path, number):
     with browser.watch(tmp_path) as (process, _):
         process.send_signal(number)
         assert process.wait(60) == 130
         assert process.stdout.read() == b""
 
 
-def test_what_the_command_refuses(tmp_path, alignkit, without_modules):  # noqa: F811
+def test_the_command_rejects_invalid_arguments(tmp_path, alignkit, without_modules):  # noqa: F811
     status, _, err = alignkit("watch", tmp_path / "absent")
     assert status == 3 and "absent is not a directory" in err
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -229,7 +229,7 @@ def test_what_the_command_refuses(tmp_path, alignkit, without_modules):  # noqa:
     assert status == 3 and "needs starlette and uvicorn: pip install 'alignkit[watch]'" in err
 
 
-def test_refusals_are_alignkits(tmp_path, without_modules):  # noqa: F811
+def test_errors_are_alignkit_errors(tmp_path, without_modules):  # noqa: F811
     with pytest.raises(InputError, match="DIR"):
         server.app(tmp_path / "absent", ["*"])
     without_modules("jinja2")
@@ -237,7 +237,7 @@ def test_refusals_are_alignkits(tmp_path, without_modules):  # noqa: F811
         server.require_libraries()
 
 
-def test_importing_it_imports_no_library_of_the_page():
+def test_importing_the_server_imports_no_web_library():
     done = subprocess.run(
         [
             sys.executable,
@@ -252,7 +252,7 @@ def test_importing_it_imports_no_library_of_the_page():
     assert done.stdout.strip() in ("set()", "{'jinja2'}"), done.stdout + done.stderr  # torch imports jinja2
 
 
-def test_many_ranks_are_one_curve():
+def test_many_ranks_are_merged_into_one_curve():
     curves = [{"rank": rank, "points": [[0, 0, 8, rank, None], [1, 1, 8, 0, rank * 0.5]]} for rank in range(9)]
     assert plot._worst(curves) == [[0, 0, 72, 36, None], [1, 1, 72, 0, 4.0]]
     assert plot.svg(curves) != plot.svg(curves[:8]) and xml.etree.ElementTree.fromstring(plot.svg(curves))

@@ -1,4 +1,4 @@
-"""What is gathered from a monitor's files: right, bounded, and from nothing else."""
+"""State gathered from a monitor's files: correctness, bounds, and isolation from other files."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from alignkit.watch.state import Watched
 from . import runs
 
 
-def test_two_ranks(tmp_path):
+def test_two_ranks_are_merged(tmp_path):
     runs.write(tmp_path, range(5), rank=0)
     runs.write(tmp_path, range(4), rank=1, off={2: 0.5, 3: 0.25})
     data = Watched(tmp_path).refresh()
@@ -33,7 +33,7 @@ def test_two_ranks(tmp_path):
     json.dumps(data, allow_nan=False)
 
 
-def test_it_goes_on_where_it_was(tmp_path):
+def test_refresh_resumes_at_the_last_position(tmp_path):
     runs.write(tmp_path, range(3))
     watched = Watched(tmp_path)
     assert watched.refresh()["records"] == watched.refresh()["records"] == 3
@@ -41,12 +41,12 @@ def test_it_goes_on_where_it_was(tmp_path):
     with open(tmp_path / records_name(0), "a") as file:
         file.write('{"version": 1, "step": 8, ')
     assert (watched.refresh()["last_step"], watched.refresh()["damaged"]) == (7, 0)
-    runs.write(tmp_path, [9], rank=0)  # the next process: the torn line is one now
+    runs.write(tmp_path, [9], rank=0)  # the next process completes the torn line with a newline
     data = watched.refresh()
     assert (data["records"], data["last_step"], data["damaged"]) == (5, 9, 1)
 
 
-def test_a_file_begun_anew_is_read_anew(tmp_path):
+def test_a_truncated_or_replaced_file_is_reread(tmp_path):
     runs.write(tmp_path, range(3), off={1: 0.5})
     watched = Watched(tmp_path)
     assert watched.refresh()["unequal"] == 1
@@ -60,14 +60,14 @@ def test_a_file_begun_anew_is_read_anew(tmp_path):
     assert watched.refresh()["ranks"] == []
 
 
-def test_an_empty_directory_and_none(tmp_path):
+def test_an_empty_directory_is_accepted_and_a_missing_one_rejected(tmp_path):
     data = Watched(tmp_path).refresh()
     assert (data["tokens"], data["ranks"], data["first_difference"], data["latest"]) == (0, [], None, None)
     with pytest.raises(InputError, match="DIR: .*absent is not a directory"):
         Watched(tmp_path / "absent")
 
 
-def test_a_directory_that_goes_and_comes_again(tmp_path):
+def test_a_directory_may_disappear_and_return(tmp_path):
     directory = tmp_path / "run"
     runs.write(directory, [0])
     watched = Watched(directory)
@@ -78,7 +78,7 @@ def test_a_directory_that_goes_and_comes_again(tmp_path):
 
 
 def long_run(path, records, peak=None):
-    """One rank's file, with one step that is off."""
+    """Write one rank's file with a difference at step `peak`."""
     runs.write(path, [0])
     line = json.loads((path / records_name(0)).read_text())
     with open(path / records_name(0), "w") as file:
@@ -105,10 +105,10 @@ def test_a_long_curve_is_bounded_and_keeps_its_peak(tmp_path, peak):
     assert [p for p in points if p[4] == 0.75] == [p for p in points if p[3] == 1] != []
     assert all(first <= peak <= last for first, last, *_, largest in points if largest == 0.75)
     assert sum(p[2] for p in points) == data["tokens"] == 40000
-    assert [p[0] for p in points] == [0] + [p[1] + 1 for p in points[:-1]]  # no step is lost, or twice
+    assert [p[0] for p in points] == [0] + [p[1] + 1 for p in points[:-1]]  # no step is missing or duplicated
 
 
-def test_a_huge_file_is_read_in_pieces_and_little_memory(tmp_path, monkeypatch):
+def test_a_huge_file_is_read_in_bounded_pieces(tmp_path, monkeypatch):
     long_run(tmp_path, 6000, 5990)
     size = (tmp_path / records_name(0)).stat().st_size
     monkeypatch.setattr(state, "READ_LIMIT", size // 4)
@@ -124,7 +124,7 @@ def test_a_huge_file_is_read_in_pieces_and_little_memory(tmp_path, monkeypatch):
     assert peak < size / 3
 
 
-def test_a_line_without_end_takes_no_memory(tmp_path):
+def test_an_endless_line_takes_bounded_memory(tmp_path):
     runs.write(tmp_path, [1])
     path = tmp_path / records_name(0)
     with open(path, "ab") as file:
@@ -136,7 +136,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path):
     tracemalloc.stop()
 
 
-def test_nothing_else_is_read(tmp_path):
+def test_symlinks_and_other_files_are_not_read(tmp_path):
     secret = tmp_path / "secret"
     runs.write(secret, range(3), off={1: 0.5})
     (secret / "secret.jsonl").write_text((secret / records_name(0)).read_text())
@@ -165,13 +165,13 @@ def test_ranks_are_bounded(tmp_path, monkeypatch):
     assert data["refused"] == [f"{records_name(2)} and later: more than 2 ranks"]
 
 
-def test_worst_tokens_are_bounded_and_the_farthest(tmp_path):
+def test_only_the_worst_tokens_are_kept(tmp_path):
     runs.write(tmp_path, range(60), off={step: step / 64 for step in range(60)})
     worst = Watched(tmp_path).refresh()["worst"]
     assert [w["step"] for w in worst] == list(range(59, 59 - state.MAX_WORST, -1))
 
 
-def test_not_finite_is_worst(tmp_path):
+def test_nonfinite_tokens_rank_worst(tmp_path):
     runs.write(tmp_path, range(3), off={0: 0.5, 1: float("nan"), 2: 0.75})
     data = Watched(tmp_path).refresh()
     assert [(w["step"], w["training"], w["distance"]) for w in data["worst"]] == [

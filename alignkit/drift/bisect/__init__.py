@@ -1,4 +1,7 @@
-"""Where do two engines diverge? The same tokens and weights through both, point by point; `alignkit bisect`."""
+"""Localization of drift (`alignkit bisect`): two engines' activations compared point by point on the same tokens.
+
+docs/bisect.md documents the names in `__all__`.
+"""
 
 from .comparison import Comparison, PointDifference, compare
 from .recording import Recording, load

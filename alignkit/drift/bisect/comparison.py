@@ -1,4 +1,7 @@
-"""Two recordings of the same tokens and weights: the first point that differs, and how the difference grows."""
+"""Comparison of two recordings of the same tokens and weights: the first differing point and the later growth.
+
+Fields of `Values` and `PointDifference` are keys of bisect.json (docs/bisect.md).
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,18 @@ from .points import points
 from .recording import Recording
 
 GROWTH_TOKENS = 64
-"""Of how many tokens the values of all points are asked for, if the budget allows."""
+"""Tokens whose values are recorded at every point, if the budget allows."""
 STOCK = "stock"
 
 
 @dataclass
 class Values:
-    """How far the recorded values of a point lie apart: of `tokens` of its tokens. max_ulps: in the narrower of the two
-    types; median_ulps: of the values that differ. relative: the root of the mean square of the differences, over that of
-    a's values. where: (sequence, position, column) of the largest difference, and a and b there."""
+    """Differences of a point's recorded values over `tokens` tokens.
+
+    max_ulps: maximum, in ulps of the narrower of the two dtypes. median_ulps: median over the values that differ.
+    relative: RMS of the differences divided by the RMS of a's values. where: (sequence, position, column) of the
+    largest difference. a, b: the two values at `where`.
+    """
 
     tokens: int
     max_abs: float
@@ -37,8 +43,11 @@ class Values:
 
 @dataclass
 class PointDifference:
-    """One point: in how many of the compared tokens it differs. ranks: of how many tokens one side's tensor-parallel
-    ranks do not agree among themselves. pieces: which pieces of a row (KV heads' shares) differ in any token."""
+    """Differences at one point: `differing` of `compared` tokens.
+
+    ranks: number of tokens whose tensor-parallel ranks disagree within one side. pieces: indices of the pieces of a row
+    (one per KV head) that differ in any token.
+    """
 
     point: str
     op: str
@@ -52,8 +61,12 @@ class PointDifference:
 
 @dataclass
 class Comparison:
-    """points: in the order of computation. missing: points that one side did not record. first: index into `points`,
-    None if nothing differs. rows: the rows that differ at the first point; tokens: those as (sequence, position)."""
+    """Result of comparing two recordings.
+
+    points: in the order of computation. missing: points that a side did not record. first: index into `points` of the
+    first differing point, None if nothing differs. rows: rows that differ at that point. tokens: the same rows as
+    (sequence, position).
+    """
 
     points: list[PointDifference]
     missing: list[str]
@@ -61,11 +74,11 @@ class Comparison:
     rows: list[int]
     tokens: list[tuple[int, int]]
     by_position: list[tuple[int, float, float]]
-    """(position, share of its tokens whose logprob differs, max abs), where logprobs' values were recorded."""
+    """(position, fraction of its tokens whose logprob differs, max abs); empty if a side lacks logprob values."""
 
     @property
     def compared(self) -> int:
-        """Pairs of (point, token)."""
+        """Number of compared (point, token) pairs."""
         return sum(p.compared for p in self.points)
 
     @property
@@ -86,26 +99,31 @@ class Comparison:
 
 
 def check_comparable(a: Recording, b: Recording) -> None:
-    """InputError naming what makes a comparison of the two say nothing."""
+    """Raise InputError if the recordings differ in model, weights, sequences or contract."""
     if a.architecture != b.architecture:
         names = sorted(
             k for k in a.architecture.keys() | b.architecture.keys() if a.architecture.get(k) != b.architecture.get(k)
         )
-        raise InputError(f"architecture: the recordings are of different models ({', '.join(names)})")
+        raise InputError(f"architecture: both recordings must be of the same model, but differ in {', '.join(names)}")
     if a.weights != b.weights:
-        raise InputError(f"weights: the recordings are of different ones, digests {a.weights:.16} and {b.weights:.16}")
+        raise InputError(
+            f"weights: both recordings must have the same weights, got digests {a.weights:.16} and {b.weights:.16}"
+        )
     if a.sequences != b.sequences:
-        raise InputError("tokens: the recordings are of different sequences")
+        raise InputError("tokens: both recordings must have the same sequences")
     if STOCK not in (a.contract, b.contract) and a.contract != b.contract:
         raise InputError(
-            f"contract: {a.contract!r} and {b.contract!r}; both sides say they are aligned, but not to each other"
+            f"contract: two aligned sides must have the same contract, got {a.contract!r} and {b.contract!r}"
         )
 
 
 def compare(a: Recording, b: Recording) -> Comparison:
-    """By digests, without values. Raises as `check_comparable`, and InputError if there is nothing to compare."""
+    """Compare two recordings by their digests, and by values where both recorded them.
+
+    Raises InputError as `check_comparable` does, and if no token of any point is in both recordings.
+    """
     check_comparable(a, b)
-    found, missing, rows_of = [], [], []
+    differences, missing, rows_of = [], [], []
     for point in points(Architecture(**a.architecture)):
         if point.name not in a.digests or point.name not in b.digests:
             missing.append(point.name)
@@ -117,7 +135,7 @@ def compare(a: Recording, b: Recording) -> Comparison:
             if point.name in side.ranks_differ:
                 ranks |= side.ranks_differ[point.name].astype(bool) & seen
         differs = pieces.any(1) | ranks
-        found.append(
+        differences.append(
             PointDifference(
                 point.name,
                 point.op,
@@ -129,28 +147,30 @@ def compare(a: Recording, b: Recording) -> Comparison:
             )
         )
         rows_of.append(np.flatnonzero(differs))
-    if not any(p.compared for p in found):
-        raise InputError("recordings: no token of any point is in both")
-    first = next((i for i, p in enumerate(found) if p.differing), None)
+    if not any(p.compared for p in differences):
+        raise InputError("recordings: must share at least one token of one point, got none")
+    first = next((i for i, p in enumerate(differences) if p.differing), None)
     rows = [] if first is None else rows_of[first].tolist()
-    comparison = Comparison(found, missing, first, rows, [a.token(r) for r in rows], [])
+    comparison = Comparison(differences, missing, first, rows, [a.token(r) for r in rows], [])
     add_values(comparison, a, b)
     comparison.by_position = _by_position(a, b)
     return comparison
 
 
 def choose(comparison: Comparison, a: Recording, budget: int) -> dict[str, list[int]]:
-    """Which rows of which points to record the values of, in at most `budget` bytes of fp32 a side: of the first point
-    as many of the tokens that differ as half of it holds, then of others those tokens' `GROWTH_TOKENS` first, the
-    output before the layers' ends before the rest."""
+    """Choose the rows of each point whose values are recorded, within `budget` bytes of fp32 per side.
+
+    Half of the budget goes to differing tokens at the first differing point. The rest goes to up to `GROWTH_TOKENS` of
+    these tokens at the other differing points: logits, final_norm, the layers' residuals, then the rest.
+    """
     by_name = {p.name: p for p in points(Architecture(**a.architecture))}
     differing = [p for p in comparison.points if p.differing]
     if comparison.suspect is None:
         return {}
     suspect = by_name[comparison.suspect.point]
-    chosen = {suspect.name: _spread(comparison.rows, max(1, budget // 2 // (4 * suspect.width)))}
+    chosen = {suspect.name: _sample(comparison.rows, max(1, budget // 2 // (4 * suspect.width)))}
     left = budget - 4 * suspect.width * len(chosen[suspect.name])
-    later = _spread(comparison.rows, GROWTH_TOKENS)
+    later = _sample(comparison.rows, GROWTH_TOKENS)
     for name in sorted((p.point for p in differing), key=_priority):
         size = 4 * by_name[name].width * len(later)
         if name not in chosen and size <= left:
@@ -163,14 +183,14 @@ def _priority(name: str) -> int:
     return 0 if name == "logits" else 1 if name == "final_norm" else 2 if name.endswith(".residual") else 3
 
 
-def _spread(rows: list[int], most: int) -> list[int]:
-    """At most so many of them, evenly, the first among them."""
-    step = -(-len(rows) // most)
+def _sample(rows: list[int], count: int) -> list[int]:
+    """Return at most `count` evenly spaced rows, including the first."""
+    step = -(-len(rows) // count)
     return rows[::step]
 
 
 def add_values(comparison: Comparison, a: Recording, b: Recording) -> None:
-    """How far apart the values lie, of the points whose values both sides have recorded of common rows."""
+    """Fill in `PointDifference.values` at points where both sides recorded values of common rows."""
     for point in comparison.points:
         if point.point not in a.values or point.point not in b.values:
             continue
@@ -182,19 +202,19 @@ def add_values(comparison: Comparison, a: Recording, b: Recording) -> None:
         x, y = a.values[point.point][in_a], b.values[point.point][in_b]
         d = (x.double() - y.double()).abs()
         d[~d.isfinite()] = torch.inf
-        d[same_bits(x, y)] = 0  # equal infinities and NaNs too
+        d[same_bits(x, y)] = 0  # including equal infinities and NaNs
         worst = int(d.argmax())
         row, column = divmod(worst, d.shape[1])
         finite = d.isfinite() & x.isfinite()
-        apart = ulps(x, y)
-        different = apart[apart > 0]
+        distance = ulps(x, y)
+        nonzero = distance[distance > 0]
         size = float(x[finite].double().square().sum())
         point.values = Values(
             tokens=len(common),
             max_abs=float(d.max()),
             mean_abs=float(d[finite].mean()) if finite.any() else 0.0,
-            max_ulps=int(apart.max()),
-            median_ulps=int(different.median()) if len(different) else 0,
+            max_ulps=int(distance.max()),
+            median_ulps=int(nonzero.median()) if len(nonzero) else 0,
             relative=math.sqrt(float(d[finite].square().sum()) / size) if size else 0.0,
             where=(*a.token(int(common[row])), column),
             a=float(x[row, column]),
@@ -207,15 +227,15 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def ulps(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """int64: how many values of the narrower of the two types lie between, plus one; both are rounded to it."""
+    """Return the int64 distance in ulps, after rounding both to the narrower of the two dtypes."""
     dtype = min((x.dtype, y.dtype), key=lambda t: (t.itemsize, t is torch.float16))
     signed, sign = (torch.int16, 2**15) if dtype.itemsize == 2 else (torch.int32, 2**31)
 
-    def place(t: torch.Tensor) -> torch.Tensor:
+    def ordinal(t: torch.Tensor) -> torch.Tensor:
         bits = t.to(dtype).contiguous().view(signed).long()
-        return torch.where(bits < 0, -(bits + sign), bits)  # -0 and 0 fall together
+        return torch.where(bits < 0, -(bits + sign), bits)  # -0 and 0 map to 0
 
-    return (place(x) - place(y)).abs()
+    return (ordinal(x) - ordinal(y)).abs()
 
 
 def _by_position(a: Recording, b: Recording) -> list[tuple[int, float, float]]:
@@ -226,7 +246,7 @@ def _by_position(a: Recording, b: Recording) -> list[tuple[int, float, float]]:
     d = (a.values[name].double() - b.values[name].double()).abs().reshape(-1).numpy()
     positions = np.concatenate([np.arange(len(s)) for s in a.sequences])
     return [
-        (int(p), float((here > 0).mean()), float(here.max()))
+        (int(p), float((values > 0).mean()), float(values.max()))
         for p in np.unique(positions[seen])
-        for here in [d[seen & (positions == p)]]
+        for values in [d[seen & (positions == p)]]
     ]

@@ -1,4 +1,4 @@
-"""Records a Hugging Face model: ``python -m alignkit.drift.bisect.hf_side JOB.json`` (see `job`). One process."""
+"""Recorder of a Hugging Face model in one process: ``python -m alignkit.drift.bisect.hf_side JOB.json`` (see `job`)."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ def _hook(model, recorder) -> None:
         ):
             before(module, f"layers.{i}.{point}")
     after(model.model.norm, "final_norm")
-    # There is no module that gives the rotated queries and keys, only a function of the model's file.
+    # No module outputs the rotated queries and keys; wrap the function in the model's source file instead.
     code: Any = sys.modules[type(model).__module__]
-    rotate = code.apply_rotary_pos_emb
+    original = code.apply_rotary_pos_emb
 
-    def rotated(*args, **kwargs):
-        q, k = rotate(*args, **kwargs)
+    def recorded(*args, **kwargs):
+        q, k = original(*args, **kwargs)
         for x, value in (("q", q), ("k", k)):
             recorder.put(f"layers.{current[0]}.{x}_rope", value.transpose(1, 2))  # [b, heads, s, d]
         return q, k
 
-    code.apply_rotary_pos_emb = rotated
+    code.apply_rotary_pos_emb = recorded
 
 
 def _after(recorder):
@@ -106,7 +106,7 @@ def _before(recorder):
 
 
 def swap(model, op: str, arch) -> None:
-    """Exchanges what computes one op, in this process, for alignkit's."""
+    """Replace one op of the model, in this process, with alignkit's."""
     code: Any = sys.modules[type(model).__module__]
     norm, mlp = type(model.model.norm), type(model.model.layers[0].mlp)
     if op == "rms_norm":
@@ -114,10 +114,10 @@ def swap(model, op: str, arch) -> None:
     elif op == "linear":
         for name, module in model.model.named_modules():
             if type(module) is torch.nn.Linear:
-                # Those that tensor parallelism cuts along their sum have another order of it, also on one rank.
-                product = ops.row_parallel_linear if name.endswith(("o_proj", "down_proj")) else ops.linear
+                # Row-parallel linears have their own summation order, also on one rank.
+                gemm = ops.row_parallel_linear if name.endswith(("o_proj", "down_proj")) else ops.linear
                 linear: Any = module
-                linear.forward = lambda x, m=module, product=product: product(x, m.weight, m.bias)
+                linear.forward = lambda x, m=module, gemm=gemm: gemm(x, m.weight, m.bias)
     elif op == "head":
         head = model.lm_head
         head.forward = lambda x: ops.head_logits(x, head.weight, head.bias)
@@ -131,14 +131,14 @@ def swap(model, op: str, arch) -> None:
         AttentionInterface.register("alignkit", _attention)
         model.config._attn_implementation = "alignkit"
     else:
-        raise UnsupportedError(f"swap: Hugging Face has no {op} to exchange")
+        raise UnsupportedError(f"swap: {op} is not supported for Hugging Face models")
 
 
 def _rope(arch, device):
     table = ops.rope_table(arch.head_dim, arch.max_position, arch.rope_base, device, arch.rope_scaling)
 
     def rotate(q, k, cos, sin, *_, **__):
-        def one(x):  # [b, heads, s, d]; positions are a token's index, as nothing is cached
+        def one(x):  # [b, heads, s, d]; without a KV cache the position is the token's index
             b, heads, s, d = x.shape
             positions = torch.arange(s, device=x.device).repeat(b)
             rows = x.transpose(1, 2).reshape(b * s, heads, d)

@@ -1,12 +1,22 @@
-"""What the engines' processes have in common: their job, and the recording they leave.
+"""Job files of the engine processes and the recordings they write.
 
-JOB: ``engine`` ("vllm" | "megatron" | "hf"), ``patched``, ``model`` (HF directory), ``weights`` (its digest),
-``dtype``, ``tp``, ``mode`` ("padded" | "one" | "packed"; of megatron and hf), ``chunk`` (of vllm; tokens in a step, or
-null), ``batch_invariant`` (of vllm, optional: its own mode of that name), ``decode`` (of vllm: tokens sampled after each
-sequence, 0 for none), ``seed``, ``swap`` (a list of `points.OPS`, empty for none), ``keep`` (null, or by point the rows
-whose values are recorded), ``sample`` (optional: rows whose values are recorded of all points, beside all digests),
-``sequences``, and ``runs``: one, ``{"out": recording.json}``, with ``"in"``, another recording's, where the sequences are
-those recorded there.
+Fields of a job:
+
+- ``engine``: "vllm", "megatron" or "hf".
+- ``patched``: bool.
+- ``model``: HF directory; ``weights``: its digest.
+- ``dtype``, ``tp``, ``seed``.
+- ``mode`` (megatron, hf): micro-batches "padded", "one" or "packed".
+- ``chunk`` (vllm): maximum tokens per step, or null.
+- ``batch_invariant`` (vllm, optional): run with VLLM_BATCH_INVARIANT=1.
+- ``decode`` (vllm): tokens sampled after each sequence, 0 for none.
+- ``swap``: list of `points.OPS` computed by alignkit.
+- ``keep``: map from point to the rows whose values are recorded, or null to record digests.
+- ``sample`` (optional): rows whose values are recorded at every point in addition to the digests.
+- ``sequences``: token ids.
+- ``runs``: one entry ``{"out": recording.json}``. A key ``"in"`` names a recording.json with the sequences.
+
+`run` and benchmarks/where_drift.py write jobs; the ``*_side`` modules and `vllm_worker` read them.
 """
 
 from __future__ import annotations
@@ -45,8 +55,10 @@ def recorder(job: dict) -> Recorder:
 def finish(
     job: dict, engine: str, contract: str, sequences: list[list[int]], settings: dict, extra: Path | None = None
 ) -> Recording:
-    """Merges the ranks' parts, writes the recording and removes the parts. extra: a part beside the ranks', of points
-    that none of them has."""
+    """Merge the ranks' parts, write the recording and delete the parts.
+
+    extra: an additional part with points that no rank recorded.
+    """
     arch = read_architecture(job["model"])
     parts = [part(job, rank) for rank in range(job["tp"])]
     settings = {
@@ -75,7 +87,7 @@ def finish(
 
 
 def micro_batches(sequences: list[list[int]], mode: str) -> list[tuple[torch.Tensor, np.ndarray]]:
-    """(token ids [b, s], rows [b, s] with -1 for padding) of each micro-batch; packed ones are for Megatron alone."""
+    """Return (token ids [b, s], rows [b, s] with -1 for padding) of each micro-batch in mode "padded" or "one"."""
     starts = np.cumsum([0] + [len(s) for s in sequences])
     groups = [[i] for i in range(len(sequences))] if mode == "one" else [list(range(len(sequences)))]
     batches = []
@@ -92,7 +104,7 @@ def micro_batches(sequences: list[list[int]], mode: str) -> list[tuple[torch.Ten
 
 
 def targets(tokens: torch.Tensor, rows: np.ndarray, ignore: int) -> tuple[torch.Tensor, np.ndarray]:
-    """(labels, rows) like `tokens` and `rows`: the next token of its sequence, `ignore` and -1 where there is none."""
+    """Return each position's next token and its row, shaped like `tokens`; (`ignore`, -1) if it has no next token."""
     labels = torch.full_like(tokens, ignore)
     known = np.full_like(rows, -1)
     follows = (rows[:, 1:] >= 0) & (rows[:, :-1] >= 0)

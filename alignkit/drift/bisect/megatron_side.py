@@ -1,4 +1,4 @@
-"""Records a Megatron-core model: ``python -m alignkit.drift.bisect.megatron_side JOB.json`` (see `job`)."""
+"""Recorder of a Megatron-core model: ``python -m alignkit.drift.bisect.megatron_side JOB.json`` (see `job`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
 
 
 def body(rank: int, job: dict, model, contract: str) -> None:
-    """One rank: its part and, on rank 0 when all have theirs, the recording."""
+    """Record one rank's part; rank 0 then merges all parts into the recording."""
     import megatron.core
 
     arch = read_architecture(job["model"])
@@ -62,7 +62,7 @@ def _packed(sequences: list[list[int]]) -> tuple[torch.Tensor, np.ndarray]:
 
 
 def _forward(model, tokens: torch.Tensor, rows: np.ndarray, record: _Hooks, recorder, *, patched: bool, starts) -> None:
-    """Two forwards, as one with labels need not make logits: the second only records those."""
+    """Run a forward with labels, then one without labels that records only the logits."""
     device = tokens.device
     s = tokens.shape[1]
     mask = packed = None
@@ -83,7 +83,7 @@ def _forward(model, tokens: torch.Tensor, rows: np.ndarray, record: _Hooks, reco
             max_seqlen_kv=longest,
         )
     else:
-        mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1)  # True hides
+        mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1)  # True masks out
     labels = labels.to(device)
     recorder.index = np.ascontiguousarray(rows.T).reshape(-1)  # Megatron's [s, b, ...]
     record.logits = False
@@ -94,7 +94,7 @@ def _forward(model, tokens: torch.Tensor, rows: np.ndarray, record: _Hooks, reco
             model, tokens, positions, mask, labels, ignore_index=train.IGNORE, packed_seq_params=packed
         ).log_probs
     else:
-        # Where there is no next token the label is only to be one of the vocabulary; its row is not recorded.
+        # Positions without a next token get label 0, a valid id; their rows are not recorded.
         logp = -model(tokens, positions, mask, labels=labels.clamp(min=0)).float()
     recorder.put("logprob", logp.reshape(-1), known.reshape(-1))
     if recorder.wants(_LOGITS):
@@ -103,9 +103,9 @@ def _forward(model, tokens: torch.Tensor, rows: np.ndarray, record: _Hooks, reco
 
 
 class _Hooks:
-    """Records what the modules of one rank put out. Nothing is changed: each hook returns None.
+    """Forward hooks that record the modules' outputs on one rank, without changing them.
 
-    logits: record them, and nothing else.
+    logits: if True, record the logits and nothing else.
     """
 
     def __init__(self, model, recorder, arch):
@@ -124,13 +124,13 @@ class _Hooks:
             if arch.qk_norm:
                 self._after(attention.q_layernorm, name("q_norm"))
                 self._after(attention.k_layernorm, name("k_norm"))
-            attention.core_attention.register_forward_pre_hook(self._rotated(i), with_kwargs=True)
+            attention.core_attention.register_forward_pre_hook(self._rope(i), with_kwargs=True)
             self._before(attention.linear_proj, name("attention"))
             self._after(attention.linear_proj, name("attention_proj"))
             self._before(layer.pre_mlp_layernorm, name("attention_residual"))
             self._after(layer.pre_mlp_layernorm, name("post_norm"))
             if arch.experts:
-                mlp.router.register_forward_hook(self._choice(i))
+                mlp.router.register_forward_hook(self._router(i))
                 self._after(mlp, name("experts"))
             else:
                 mlp.linear_fc1.register_forward_hook(self._gate_up(i))
@@ -160,13 +160,13 @@ class _Hooks:
         def hook(_, inputs, output) -> None:
             arch = self._arch
             groups = output[0].unflatten(-1, (arch.kv_heads // self._tp.size(), -1, arch.head_dim))
-            sizes = [arch.heads // arch.kv_heads, 1, 1]  # per KV group: its queries, key and value
+            sizes = [arch.heads // arch.kv_heads, 1, 1]  # per KV head: its query heads, key and value
             for x, part in zip("qkv", groups.split(sizes, -2), strict=True):
                 self._put(f"layers.{i}.{x}", part)
 
         return hook
 
-    def _rotated(self, i: int):
+    def _rope(self, i: int):
         def hook(_, inputs, keywords) -> None:
             for j, x in enumerate(("query", "key")):
                 value = keywords[x] if x in keywords else inputs[j]
@@ -174,7 +174,7 @@ class _Hooks:
 
         return hook
 
-    def _choice(self, i: int):
+    def _router(self, i: int):
         def hook(_, inputs, output) -> None:
             self._put(f"layers.{i}.{ROUTER_CHOICE}", output[1].float())
 
@@ -190,49 +190,49 @@ class _Hooks:
     def _output_layer(self, _, inputs, output) -> None:
         if not self.logits:
             return
-        mine = output[0].contiguous()
-        parts = [mine]
+        local = output[0].contiguous()
+        parts = [local]
         if self._tp.size() > 1:
-            parts = [torch.empty_like(mine) for _ in range(self._tp.size())]
-            dist.all_gather(parts, mine, group=self._tp)
+            parts = [torch.empty_like(local) for _ in range(self._tp.size())]
+            dist.all_gather(parts, local, group=self._tp)
         if self._tp.rank() == 0:
             self._recorder.put(_LOGITS, torch.cat(parts, -1)[..., : self._arch.vocab])
 
 
 def swap(model, op: str) -> None:
-    """Exchanges the modules of one op of a stock model for alignkit's."""
+    """Replace the modules of one op of a stock model with alignkit's."""
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import attention
 
     from alignkit.megatron import modules, supported
 
-    exchanged = 0
+    replaced = 0
     for module in list(model.modules()):
         kind = type(module)
-        to = None
+        target = None
         if module is model.output_layer:
-            to = modules.OutputLayer if op == "head" else None
+            target = modules.OutputLayer if op == "head" else None
         elif op == "linear" and kind is layers.ColumnParallelLinear:
-            to = modules.ColumnParallelLinear
+            target = modules.ColumnParallelLinear
         elif op == "linear" and kind is layers.RowParallelLinear:
-            to = modules.RowParallelLinear
+            target = modules.RowParallelLinear
         else:
-            named = (getattr(modules, name) for name in _CLASSES_OF.get(op, ()))
-            to = next((cls for cls in named if kind is modules.stock_class(cls)), None)
-        if to is not None:
-            module.__class__ = to
-            exchanged += 1
-    if op == "rope" and exchanged:
+            candidates = (getattr(modules, name) for name in _CLASSES.get(op, ()))
+            target = next((cls for cls in candidates if kind is modules.stock_class(cls)), None)
+        if target is not None:
+            module.__class__ = target
+            replaced += 1
+    if op == "rope" and replaced:
         base, scaling = supported.check_rotary(model)
         modules.rotations[model.rotary_pos_emb] = modules.Rotations(
             base, supported.rotary_dim(model), next(model.parameters()).device, scaling
         )
         attention.apply_rotary_pos_emb = modules.apply_rotary_pos_emb
-    if not exchanged:
-        raise UnsupportedError(f"swap: this Megatron-core model has no module for {op}")
+    if not replaced:
+        raise UnsupportedError(f"swap: this Megatron-core model has no module that computes {op}")
 
 
-_CLASSES_OF = {
+_CLASSES = {
     "rms_norm": ("RMSNorm",),
     "attention": ("DotProductAttention",),
     "silu_mul": ("MLP",),
@@ -243,4 +243,4 @@ _CLASSES_OF = {
 if __name__ == "__main__":
     from alignkit.drift.bisect import megatron_side
 
-    megatron_side.main(sys.argv[1:])  # not of __main__, which the ranks' processes cannot import
+    megatron_side.main(sys.argv[1:])  # not __main__'s main, which the ranks' processes cannot import

@@ -1,8 +1,10 @@
-"""Recordings: what the points of a model put out, token by token, as digests and, of some, as tensors.
+"""Recordings of a model's points, token by token: digests of all rows and values of selected rows.
 
-A row is digested as its values in fp32, which holds those of bf16 and fp16 exactly: sides of different types compare by
-value. It is digested where it is, so that of a GPU's tensors only digests and chosen rows are copied. Rows are numbered over all sequences, end to end: a row is a (sequence, position), however the engine had batched
-it. A directory holds ``recording.json`` and ``recording.safetensors``.
+A row is a (sequence, position), independent of the engine's batching; rows are numbered over the concatenated
+sequences. A row is digested as fp32, which represents bf16 and fp16 exactly, so sides of different dtypes compare by
+value. Digests are computed on the tensor's device; only digests and selected rows are copied to the CPU. A recording
+is a directory with ``recording.json`` and ``recording.safetensors``. Recordings of several releases are compared, so
+another digest or layout needs another `FORMAT_VERSION`.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ FORMAT = "alignkit-recording"
 FORMAT_VERSION = 2
 JSON, TENSORS = "recording.json", "recording.safetensors"
 MAX_JSON = 2**28
-"""Bytes: the ids of `MAX_TOKENS` tokens would take more, but no recording is of so many."""
+"""Maximum size of ``recording.json`` in bytes."""
 MAX_HEADER = 2**24
 MAX_LAYERS = 4096
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Recorder:
-    """Takes what the points of one rank put out; `index` says which row each token of the running step is.
+    """Recorder of one rank's points; `index` holds the row of each token of the running step, -1 for padding.
 
-    keep: by point, the rows whose values are kept, and nothing else is recorded then; None: digests of all, and values
-    of the logprobs and, of all points, of the rows `sample`. Nothing of a tensor is held but digests and the rows to
-    keep.
+    keep: map from point to the rows whose values are recorded; nothing else is recorded. None records digests of every
+    row, values of all logprobs, and values of the rows `sample` at every point. Only digests and selected rows are held
+    in memory.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Recorder:
         self._digests: dict[str, np.ndarray] = {}
         self._seen: dict[str, np.ndarray] = {}
         self._values: dict[str, torch.Tensor] = {}
-        self._place: dict[str, np.ndarray] = {}
+        self._slot_maps: dict[str, np.ndarray] = {}
         self.dtypes: dict[str, str] = {}
         self.index = np.zeros(0, dtype=np.int64)
 
@@ -68,7 +70,7 @@ class Recorder:
         return name in self._points and (self._only is None or name in self._only)
 
     def put(self, name: str, value: torch.Tensor, index: np.ndarray | None = None) -> None:
-        """value: the rows of `index`, by default of the running step, in its order, over any leading dimensions."""
+        """Record a point; `value` holds the rows `index` (default: the running step), in any leading dimensions."""
         if not self.wants(name):
             return
         point = self._points[name]
@@ -76,10 +78,10 @@ class Recorder:
         parts = self._tp if point.sharded else 1
         width, pieces = point.width // parts, point.pieces // parts
         if value.numel() != len(index) * width:
-            raise InputError(f"{name}: {tuple(value.shape)} is not {len(index)} rows of {width} values")
+            raise InputError(f"{name}: expected {len(index)} rows of {width} values, got shape {tuple(value.shape)}")
         wanted = index >= 0
         if self._only is not None:
-            wanted &= self._place_of(name)[index] >= 0  # -1 looks at the last entry; it is not wanted already
+            wanted &= self._slots(name)[index] >= 0  # index -1 reads the last entry, but is already False in wanted
         if not wanted.any():
             return
         rows = index[wanted]
@@ -92,23 +94,23 @@ class Recorder:
         self._digests[name][rows] = digests(chosen, pieces)
         self._seen[name][rows] = 1
         if name in self._keep:
-            place = self._place_of(name)[rows]
+            slot = self._slots(name)[rows]
             if name not in self._values:
                 self._values[name] = torch.zeros(len(self._keep[name]), width, dtype=chosen.dtype)
-            here = np.flatnonzero(place >= 0)
-            kept = chosen if len(here) == len(rows) else chosen[torch.from_numpy(here).to(chosen.device)]
-            self._values[name][torch.from_numpy(place[here])] = kept.cpu()
+            selected = np.flatnonzero(slot >= 0)
+            kept = chosen if len(selected) == len(rows) else chosen[torch.from_numpy(selected).to(chosen.device)]
+            self._values[name][torch.from_numpy(slot[selected])] = kept.cpu()
 
-    def _place_of(self, name: str) -> np.ndarray:
-        """By row, its place among those that are kept; -1 for others."""
-        if name not in self._place:
-            place = np.full(self._rows + 1, -1, dtype=np.int64)
-            place[self._keep[name]] = np.arange(len(self._keep[name]))
-            self._place[name] = place
-        return self._place[name]
+    def _slots(self, name: str) -> np.ndarray:
+        """Return each row's index in the recorded values, -1 for rows that are not recorded."""
+        if name not in self._slot_maps:
+            slots = np.full(self._rows + 1, -1, dtype=np.int64)
+            slots[self._keep[name]] = np.arange(len(self._keep[name]))
+            self._slot_maps[name] = slots
+        return self._slot_maps[name]
 
     def save(self, path: Path) -> None:
-        """This rank's part, for `merge`."""
+        """Write this rank's part, an input of `merge`."""
         tensors = {f"digest/{n}": torch.from_numpy(d) for n, d in self._digests.items()}
         tensors |= {f"seen/{n}": torch.from_numpy(s) for n, s in self._seen.items()}
         tensors |= {f"value/{n}": v.contiguous() for n, v in self._values.items()}
@@ -117,29 +119,29 @@ class Recorder:
 
 
 def digests(rows: torch.Tensor, pieces: int) -> np.ndarray:
-    """int64 [rows, pieces] of rows [rows, width]: in whole numbers, which are the same on every device.
+    """Return int64 digests [rows, pieces] of rows [rows, width], in integer arithmetic that is equal on every device.
 
-    The sum over a piece of each value's bits, mixed with its place. A row with one other value never has the same
-    digest, one with several has it by chance: one in 2^64.
+    A digest is the sum of a piece's values, each value's fp32 bits hashed with its column. Two rows that differ in one
+    value never collide; rows that differ in several collide with probability 2^-64.
     """
     size = rows.shape[1] // pieces
-    places = _mix(torch.arange(1, size + 1, device=rows.device) * _GOLDEN)
-    at_once = max(1, (_AT_ONCE_GPU if rows.is_cuda else _AT_ONCE) // rows.shape[1])
+    columns = _mix(torch.arange(1, size + 1, device=rows.device) * _GOLDEN)
+    chunk = max(1, (_CHUNK_GPU if rows.is_cuda else _CHUNK_CPU) // rows.shape[1])
     parts = []
-    for part in rows.split(at_once):
+    for part in rows.split(chunk):
         bits = part.to(torch.float32).contiguous().view(torch.int32).view(-1, pieces, size)
-        parts.append(_mix(bits.long().mul_(_GOLDEN).add_(places)).sum(-1))
+        parts.append(_mix(bits.long().mul_(_GOLDEN).add_(columns)).sum(-1))
     return torch.cat(parts).cpu().numpy()
 
 
-_AT_ONCE, _AT_ONCE_GPU = 2**16, 2**25
-"""Values that are digested at once: what a core's cache holds, and what a GPU has memory for beside an engine."""
+_CHUNK_CPU, _CHUNK_GPU = 2**16, 2**25
+"""Values digested per chunk: fits a core's cache (CPU), or the GPU memory left beside an engine."""
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's mixing, in place: one to one, and a change of any bit changes half of them."""
+    """Apply SplitMix64's finalizer in place: a bijection in which a one-bit change flips about half of the bits."""
     for shift, factor in _MIX:
         x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
     return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
@@ -147,11 +149,12 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Recording:
-    """What one side put out.
+    """Recorded points of one side.
 
-    sequences: token ids. digests: by point, int64 [rows, pieces]; seen: which rows were recorded; ranks_differ: the
-    rows that tensor-parallel ranks, which should all hold the same, did not agree on. values: by point, of the rows in
-    `kept`. dtypes: by point, as the engine had them. contract: "stock", or of aligned engines their own word.
+    Maps are keyed by point. sequences: token ids. contract: contract id reported by the aligned engine, or "stock".
+    digests: int64 [rows, pieces]. seen: uint8 [rows], 1 where the row was recorded. ranks_differ: uint8 [rows], 1 where
+    tensor-parallel ranks disagree on a replicated row. values: recorded values of the rows in `kept`. dtypes: the
+    engine's dtype.
     """
 
     engine: str
@@ -168,19 +171,19 @@ class Recording:
     kept: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.architecture = json.loads(json.dumps(self.architecture))  # as a file has it: lists, no tuples
+        self.architecture = json.loads(json.dumps(self.architecture))  # lists instead of tuples, as in a file
 
     @property
     def rows(self) -> int:
         return sum(map(len, self.sequences))
 
     def token(self, row: int) -> tuple[int, int]:
-        """(sequence, position) of a row."""
+        """Return the (sequence, position) of a row."""
         for i, sequence in enumerate(self.sequences):
             if row < len(sequence):
                 return i, row
             row -= len(sequence)
-        raise InputError(f"row: {row} is beyond the last")
+        raise InputError(f"row: must be in [0, {self.rows}), got {self.rows + row}")
 
     def save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -205,15 +208,17 @@ class Recording:
             "dtypes": self.dtypes,
             "sequences": self.sequences,
         }
-        # Last, and whole: a directory with it is a recording.
+        # Written last and atomically: its presence marks a complete recording.
         temporary = path / f".{JSON}"
         temporary.write_text(json.dumps(about) + "\n")
         os.replace(temporary, path / JSON)
 
 
 def merge(parts: list[Path], extra: Path | None, arch: Architecture, **about) -> Recording:
-    """The ranks' parts as one recording; extra: a part of points that are no rank's. `about`: the fields of `Recording`
-    that no part holds."""
+    """Merge the ranks' parts into one recording.
+
+    extra: an additional part with points that no rank recorded. about: the fields of `Recording` that no part holds.
+    """
     ranks = [safe_open(part, framework="pt") for part in parts]
     files = ranks + ([safe_open(extra, framework="pt")] if extra else [])
     names = [set(f.keys()) for f in files]
@@ -228,7 +233,7 @@ def merge(parts: list[Path], extra: Path | None, arch: Architecture, **about) ->
         digest = [f.get_tensor(f"digest/{point.name}").numpy() for f in holders]
         seen = [f.get_tensor(f"seen/{point.name}").numpy() for f in holders]
         if point.sharded and len(holders) != len(ranks):
-            raise InputError(f"{point.name}: {len(holders)} of {len(ranks)} ranks recorded it")
+            raise InputError(f"{point.name}: expected a recording from all {len(ranks)} ranks, got {len(holders)}")
         merged.digests[point.name] = np.concatenate(digest, 1) if point.sharded else digest[0]
         merged.seen[point.name] = np.minimum.reduce(seen)
         if not point.sharded and len(holders) > 1:
@@ -242,8 +247,10 @@ def merge(parts: list[Path], extra: Path | None, arch: Architecture, **about) ->
 
 
 def load(path: str | os.PathLike) -> Recording:
-    """Reads what `Recording.save` wrote. Raises InputError naming the file and what is wrong with it; what a file says
-    of its sizes is checked before anything of that size is read."""
+    """Read a recording written by `Recording.save`; raise InputError naming the file and the problem.
+
+    Sizes stated in a file are checked before any data of that size is read.
+    """
     path = Path(path)
     about = _load_json(path / JSON)
     known = {p.name: p for p in points(_architecture(path / JSON, about["architecture"]))}
@@ -251,9 +258,9 @@ def load(path: str | os.PathLike) -> Recording:
     rows = recording.rows
     file = path / TENSORS
     with bounded.opened(file, "a recording", MAX_HEADER) as (f, _):
-        # All of it by the header alone, before anything is read.
+        # Check the whole header before reading a tensor.
         shapes = {key: _shape(file, f, key, known, rows) for key in f.keys()}
-        _complete(file, shapes)
+        _check_complete(file, shapes)
         for key in shapes:
             kind, _, name = key.partition("/")
             value = f.get_tensor(key)
@@ -267,7 +274,7 @@ def load(path: str | os.PathLike) -> Recording:
             target[name] = value if kind == "value" else value.numpy()
     for name, kept in recording.kept.items():
         if len(kept) and not 0 <= kept.min() <= kept.max() < rows:
-            raise InputError(f"{file}: kept/{name} names rows that are not there")
+            raise InputError(f"{file}: kept/{name}: rows must be in [0, {rows}), got {kept.min()} to {kept.max()}")
     return recording
 
 
@@ -284,31 +291,33 @@ _ABOUT = {
 
 def _load_json(path: Path) -> dict:
     if not path.is_file():
-        raise InputError(f"{path}: no such file; a recording is a directory with {JSON} and {TENSORS}")
+        raise InputError(f"{path}: no such file. A recording is a directory with {JSON} and {TENSORS}.")
     if path.stat().st_size > MAX_JSON:
-        raise InputError(f"{path}: {path.stat().st_size} bytes, more than {MAX_JSON}")
+        raise InputError(f"{path}: must have at most {MAX_JSON} bytes, got {path.stat().st_size}")
     try:
         about = json.loads(path.read_text())
     except (ValueError, RecursionError) as e:
-        raise InputError(f"{path}: truncated, or not JSON ({e!s:.100})") from None
+        raise InputError(f"{path}: truncated or not JSON ({e!s:.100})") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise InputError(f"{path}: not a recording (format={FORMAT!r} is missing)")
+        raise InputError(f"{path}: not a recording: format={FORMAT!r} is missing")
     if about.get("format_version") != FORMAT_VERSION:
         raise InputError(
-            f"{path}: format version {about.get('format_version')!r:.50}; this alignkit reads {FORMAT_VERSION}"
+            f"{path}: format_version: this alignkit reads {FORMAT_VERSION}, got {about.get('format_version')!r:.50}"
         )
     for name, kind in _ABOUT.items():
         if not isinstance(about.get(name), kind):
-            raise InputError(f"{path}: {name} is missing, or not a {kind.__name__}")
+            raise InputError(f"{path}: {name}: expected a {kind.__name__}, got {about.get(name)!r:.50}")
     if not 0 < len(about["contract"]) <= MAX_CONTRACT:
-        raise InputError(f"{path}: contract is empty or too long")
+        raise InputError(f"{path}: contract: must have 1 to {MAX_CONTRACT} characters, got {len(about['contract'])}")
     sequences = about["sequences"]
     if not 0 < len(sequences) <= MAX_SEQUENCES or not all(isinstance(s, list) and s for s in sequences):
-        raise InputError(f"{path}: sequences: lists of token ids are needed, none of them empty")
+        raise InputError(f"{path}: sequences: expected 1 to {MAX_SEQUENCES} non-empty lists of token ids")
     if sum(map(len, sequences)) > MAX_TOKENS:
-        raise InputError(f"{path}: sequences: more than {MAX_TOKENS} tokens")
+        raise InputError(
+            f"{path}: sequences: at most {MAX_TOKENS} tokens are supported, got {sum(map(len, sequences))}"
+        )
     if any(type(t) is not int or t < 0 for s in sequences for t in s):
-        raise InputError(f"{path}: sequences: something is not a token id")
+        raise InputError(f"{path}: sequences: every token id must be a non-negative int")
     return about
 
 
@@ -319,7 +328,9 @@ def _architecture(path: Path, fields: dict) -> Architecture:
         raise InputError(f"{path}: architecture: {e}") from None
     sizes = (arch.layers, arch.hidden, arch.heads, arch.kv_heads, arch.head_dim, arch.intermediate, arch.vocab)
     if any(type(size) is not int or not 0 < size < 2**31 for size in sizes) or arch.layers > MAX_LAYERS:
-        raise InputError(f"{path}: architecture: sizes {sizes} are not a model's")
+        raise InputError(
+            f"{path}: architecture: sizes must be in [1, 2^31) with at most {MAX_LAYERS} layers, got {sizes}"
+        )
     return arch
 
 
@@ -337,24 +348,24 @@ def _shape(file: Path, f: safe_open, key: str, known: dict[str, Point], rows: in
     }.get(kind, False)
     if not fits:
         raise InputError(
-            f"{file}: {key!r:.80} is {dtype} of shape {shape}, which no recording of {rows} tokens of "
-            "this architecture holds"
+            f"{file}: {key!r:.80}: unexpected {dtype} of shape {shape} in a recording of {rows} tokens of "
+            "this architecture"
         )
     return shape
 
 
-def _complete(file: Path, shapes: dict[str, list[int]]) -> None:
+def _check_complete(file: Path, shapes: dict[str, list[int]]) -> None:
     for key, shape in shapes.items():
         kind, _, name = key.partition("/")
         other = {"digest": "seen", "seen": "digest", "ranks_differ": "digest", "kept": "value", "value": "kept"}[kind]
         if f"{other}/{name}" not in shapes:
-            raise InputError(f"{file}: {key!r} is there, {other + '/' + name!r} is not")
+            raise InputError(f"{file}: {key!r} requires {other + '/' + name!r}, which is missing")
         if kind == "kept" and shape[0] != shapes[f"value/{name}"][0]:
-            raise InputError(f"{file}: {key!r} and its values are of different lengths")
+            raise InputError(f"{file}: {key!r} and its values must have the same length")
 
 
 def weights_digest(model: Path) -> str:
-    """Of names, types and bits of a checkpoint's tensors, a tensor at a time: however they are spread over files."""
+    """Return a digest of a checkpoint's tensors (names, dtypes, shapes, bits), independent of its files."""
     whole = hashlib.blake2b(digest_size=16)
     checkpoint = Checkpoint(model)
     for name in sorted(checkpoint):

@@ -1,4 +1,7 @@
-"""What a person reads: the table on the terminal, and report.html, one file with everything in it."""
+"""Reports of a bisection: the terminal table and the self-contained report.html.
+
+Texts are for people; programs read bisect.json. The template report.html.j2 gets its variables from `write_html`.
+"""
 
 from __future__ import annotations
 
@@ -15,72 +18,72 @@ from ...check.report import figure_of
 from .comparison import Comparison, PointDifference
 from .run import Result
 
-_TOKENS = 12
-_A_FEW = 6
+_MAX_TOKENS = 12
+_MAX_LISTED = 6
 _SHARE, _MAX, _SWAPPED = "#c2410c", "#1d4ed8", "#15803d"
 
 
 def headline(result: Result) -> str:
-    """One sentence: the first point that differs, for which tokens, by how much."""
+    """Return one sentence: the first differing point, its tokens and the size of the difference."""
     c = result.comparison
     if c.suspect is None:
-        return f"Nothing differs: {len(c.points)} points of {result.a.rows} tokens, {c.compared} rows compared."
+        return f"No difference: {c.compared} rows compared, {len(c.points)} points, {result.a.rows} tokens."
     s = c.suspect
-    made = f", made by {s.op}" if s.op else ""
+    op = f" (op {s.op})" if s.op else ""
     text = (
-        f"The first point that differs is {s.point}{made}: {s.differing} of {s.compared} tokens, "
+        f"The first differing point is {s.point}{op}: {s.differing} of {s.compared} tokens differ, "
         f"first {_token(c.tokens[0])}"
     )
     if s.ranks:
-        text += f"; of {s.ranks} of them a side's tensor-parallel ranks do not agree among themselves"
+        text += f"; in {s.ranks} of these tokens, the tensor-parallel ranks of one side disagree with each other"
     if s.values:
         v = s.values
-        text += f"; by at most {v.max_ulps} ulp of {_narrow(s)}, max |d| {v.max_abs:.1e}" + (
-            f" (looked at {v.tokens} of the tokens)" if v.tokens < s.differing else ""
+        text += f"; at most {v.max_ulps} ulp of {_narrow(s)}, max |d| {v.max_abs:.1e}" + (
+            f" (values of {v.tokens} tokens)" if v.tokens < s.differing else ""
         )
     return text + "."
 
 
 def swapped_line(result: Result) -> str | None:
-    """What exchanging an op did."""
+    """Return one sentence on the effect of the swapped op, or None without a swap."""
     if result.swapped is None:
         return None
-    text = f"With {result.swap} exchanged for alignkit's on the stock side{'s' if _stock_sides(result) > 1 else ''}, "
+    text = f"With alignkit's {result.swap} on the stock side{'s' if _stock_sides(result) > 1 else ''}, "
     suspect = result.comparison.suspect
     if suspect is None:
-        return text + ("nothing differs." if result.swapped.suspect is None else "something does.")
+        return text + ("no point differs." if result.swapped.suspect is None else "points differ that did not before.")
     now = next(p for p in result.swapped.points if p.point == suspect.point)
     if not result.confirmed:
         return text + (
-            f"{suspect.point} still differs, in {now.differing} tokens, before {suspect.differing}: "
-            f"{result.swap} is not the cause, or not alone."
+            f"{suspect.point} still differs in {now.differing} tokens (before: {suspect.differing}): "
+            f"{result.swap} is not the cause, or not the only cause."
         )
     text += f"{suspect.point} no longer differs: confirmed"
     new = result.swapped.suspect
-    return text + ("; nothing else differs." if new is None else f"; the first that differs is {new.point}.")
+    return text + ("; no other point differs." if new is None else f"; the first differing point is now {new.point}.")
 
 
 def notes(result: Result) -> list[str]:
-    """What has to be known to read the numbers."""
-    found = []
+    """Return remarks needed to interpret the numbers."""
+    remarks = []
     pairs: dict[tuple[str, str], list[str]] = {}
     for p in result.comparison.points:
         if p.dtypes[0] != p.dtypes[1]:
             pairs.setdefault(p.dtypes, []).append(p.point)
-    found += [f"a has {a}, b has {b}, compared by value: {_names(names)}" for (a, b), names in pairs.items()]
+    remarks += [f"a is {a}, b is {b}, compared by value: {_names(names)}" for (a, b), names in pairs.items()]
     if result.comparison.missing:
-        found.append(f"not recorded by both sides, so not compared: {_names(result.comparison.missing)}")
+        remarks.append(f"not compared, since not recorded by both sides: {_names(result.comparison.missing)}")
     for name, side in (("a", result.a), ("b", result.b)):
         if side.settings.get("eager"):
-            found.append(
-                f"{name}: vLLM ran eagerly, without CUDA graphs and compilation, in its runner "
-                f"{side.settings.get('runner')}: nothing can be recorded inside a graph"
+            remarks.append(
+                f"{name}: vLLM ran eagerly with model runner {side.settings.get('runner')}, without CUDA graphs and "
+                "compilation, since hooks do not run inside a graph"
             )
-    return found
+    return remarks
 
 
 def table(result: Result) -> Table:
-    """The points up to and around the first difference, the ends of layers, and the output."""
+    """Return the terminal table: points around the first difference, layer outputs and model outputs."""
     view = Table(
         box=box.SIMPLE_HEAD,
         padding=0,
@@ -112,7 +115,7 @@ def table(result: Result) -> Table:
 
 
 def write_html(result: Result, path: Path) -> None:
-    """Writes the report: no script, and nothing that has to be fetched."""
+    """Write report.html, which has no scripts and no external resources."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -132,7 +135,7 @@ def write_html(result: Result, path: Path) -> None:
         first=c.first,
         op=result.swap,
         points=[(p, f"{p.differing}/{p.compared}", _cells(p), swapped.get(p.point)) for p in c.points],
-        tokens=c.tokens[:_TOKENS],
+        tokens=c.tokens[:_MAX_TOKENS],
         differing=len(c.tokens),
         growth=_growth(result),
         by_position=_by_position(c) if c.by_position else None,
@@ -143,11 +146,11 @@ def write_html(result: Result, path: Path) -> None:
 
 
 def _shown(c: Comparison) -> list[int]:
-    """Indexes of the points worth a line on a terminal."""
+    """Return the indices of the points listed in the terminal table."""
     if c.first is None:
         return []
     ends = {i for i, p in enumerate(c.points) if p.point.endswith(".residual") or not p.point.startswith("layers.")}
-    return sorted(ends | set(range(max(0, c.first - 2), min(len(c.points), c.first + _A_FEW))))
+    return sorted(ends | set(range(max(0, c.first - 2), min(len(c.points), c.first + _MAX_LISTED))))
 
 
 def _cells(p: PointDifference) -> tuple[str, str]:
@@ -165,7 +168,9 @@ def _narrow(p: PointDifference) -> str:
 
 
 def _names(names: list[str]) -> str:
-    return ", ".join(names[:_A_FEW]) + (f" and {len(names) - _A_FEW} more" if len(names) > _A_FEW else "")
+    return ", ".join(names[:_MAX_LISTED]) + (
+        f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    )
 
 
 def _stock_sides(result: Result) -> int:
@@ -173,7 +178,7 @@ def _stock_sides(result: Result) -> int:
 
 
 def _settings(result: Result) -> list[tuple[str, str, str]]:
-    """(name, a, b) of everything that the two sides say of themselves."""
+    """Return (name, a, b) for every setting and version of the two sides."""
 
     def flat(side) -> dict[str, str]:
         settings = {k: str(v) for k, v in side.settings.items() if k != "versions"}
@@ -190,22 +195,22 @@ def _growth(result: Result) -> str:
     c = result.comparison
     figure, (shares, sizes) = figure_of(2)
     x = range(len(c.points))
-    shares.plot(x, [100 * p.differing / max(p.compared, 1) for p in c.points], color=_SHARE, label="as it is")
+    shares.plot(x, [100 * p.differing / max(p.compared, 1) for p in c.points], color=_SHARE, label="as run")
     if result.swapped and len(result.swapped.points) == len(c.points):
         shares.plot(
             x,
             [100 * p.differing / max(p.compared, 1) for p in result.swapped.points],
             color=_SWAPPED,
-            label=f"{result.swap} exchanged",
+            label=f"{result.swap} swapped",
         )
         shares.legend(frameon=False)
-    shares.set_ylabel("% of tokens that differ")
+    shares.set_ylabel("% of tokens differing")
     shares.set_ylim(0, 105)
     known = [(i, p.values.max_abs) for i, p in enumerate(c.points) if p.values and 0 < p.values.max_abs < float("inf")]
     if known:
         sizes.plot(*zip(*known, strict=True), "o-", color=_MAX, markersize=3, linewidth=1)
         sizes.set_yscale("log")
-    sizes.set_ylabel("max |d| where recorded")
+    sizes.set_ylabel("max |d| (recorded tokens)")
     ends = [i for i, p in enumerate(c.points) if p.point.endswith(".residual")]
     for axes in (shares, sizes):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -228,7 +233,7 @@ def _by_position(c: Comparison) -> str:
 
 
 def _svg(figure) -> str:
-    """As a data URI, the same for the same numbers."""
+    """Return the figure as an SVG data URI, deterministic for equal data."""
     import matplotlib
 
     image = io.BytesIO()

@@ -1,4 +1,7 @@
-"""Runs both sides of a bisection, each engine in a process of its own, and compares what they recorded."""
+"""Driver of a bisection: runs both sides in separate engine processes and compares their recordings.
+
+docs/bisect.md documents bisect.json and the syntax of a side.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,13 @@ MODES = ("padded", "one", "packed")
 
 
 def module_of(engine: str) -> str:
-    """What records it: for ``python -m``, with a job of `job`."""
+    """Return the module that records an engine, run as ``python -m MODULE JOB.json``."""
     return f"{__package__}.{engine}_side"
 
 
 LENGTHS = (5, 17, 64, 100)
 VOCAB = 2000
-"""Of the model that is made."""
+"""Vocabulary size of the generated model."""
 BUDGET = 2**28
 FILES = ("bisect.json", "report.html")
 FOLDERS = ("recordings", "values", "swapped", "logs", "jobs")
@@ -51,8 +54,11 @@ FOLDERS = ("recordings", "values", "swapped", "logs", "jobs")
 
 @dataclass
 class Side:
-    """One side: an engine, or the directory of a recording. mode: of Megatron-core's and Hugging Face's micro-batches;
-    chunk: most tokens of a step of vLLM's; batch_invariant: vLLM's mode of that name."""
+    """One side of a bisection: an engine, or the directory of a recording.
+
+    mode: micro-batches of Megatron-core and Hugging Face, from `MODES`. chunk: maximum tokens per step of vLLM.
+    batch_invariant: run vLLM with VLLM_BATCH_INVARIANT=1.
+    """
 
     name: str
     engine: str | None = None
@@ -69,29 +75,34 @@ class Side:
 
 
 def parse_side(text: str) -> Side:
-    """``stock-vllm``, ``aligned-megatron:tp=2,mode=one``, ``stock-vllm:chunk=16``, or a recording's directory.
+    """Parse a side such as ``stock-vllm:chunk=16``, ``aligned-megatron:tp=2,mode=one`` or a recording's directory.
 
-    Raises InputError naming what is wrong with it."""
+    Raises InputError naming the invalid part.
+    """
     name, _, settings = text.partition(":")
     if name not in ENGINES:
         if (Path(text) / recording.JSON).is_file():
             return Side(text, directory=Path(text))
-        raise InputError(f"side: {text!r} is none of {', '.join(ENGINES)}, nor a directory with a {recording.JSON}")
+        raise InputError(
+            f"side: expected one of {', '.join(ENGINES)} or a directory with a {recording.JSON}, got {text!r}"
+        )
     engine, patched = ENGINES[name]
     side = Side(text, engine, patched)
     for setting in filter(None, settings.split(",")):
         key, _, value = setting.partition("=")
         if key == "mode" and engine != "vllm":
             if value not in MODES or (value == "packed" and name != "aligned-megatron"):
-                raise InputError(f"side: {text}: mode {value!r} is not one of {name}'s; packed is aligned-megatron's")
+                raise InputError(
+                    f"side: {text}: mode: {name} does not support {value!r}. Only aligned-megatron supports packed."
+                )
             side.mode = value
         elif key == "batch_invariant" and name == "stock-vllm":
             if value != "1":
-                raise InputError(f"side: {text}: batch_invariant {value!r} is not 1")
+                raise InputError(f"side: {text}: batch_invariant: must be 1, got {value!r}")
             side.batch_invariant = True
         elif (key == "tp" and engine != "hf") or (key == "chunk" and engine == "vllm"):
             if not value.isdecimal() or not 0 < int(value) < 2**20:
-                raise InputError(f"side: {text}: {key} {value!r} is not a positive number")
+                raise InputError(f"side: {text}: {key}: must be an integer in [1, 2^20), got {value!r}")
             setattr(side, key, int(value))
         else:
             raise InputError(f"side: {text}: {name} has no setting {key!r}")
@@ -100,12 +111,23 @@ def parse_side(text: str) -> Side:
 
 @dataclass
 class Options:
-    """a, b: as `parse_side` takes them. out: directory for what is written.
-    model: HF checkpoint directory; None makes a small random one of the family `arch` ("qwen3", "qwen2", "llama").
-    tokens: a logprob file, or a monitor's replay, whose sequences, prompts and samples, are run; None draws random ones.
-    decode: tokens that the first vLLM side samples after each sequence, so that its steps are decodes.
-    swap: an op to exchange for alignkit's on every stock side, in a run of its own. budget: bytes of tensors a side.
-    timeout: seconds that one engine's process may take.
+    """Options of a bisection.
+
+    Attributes:
+        a: First side, as accepted by `parse_side`.
+        b: Second side, as accepted by `parse_side`.
+        out: Output directory.
+        model: HF checkpoint directory. None generates a small random model of family `arch`.
+        arch: Family of the generated model, such as "qwen3", "qwen2" or "llama".
+        dtype: "bfloat16" or "float32".
+        tokens: Logprob file or replay file whose sequences (prompt and sampled tokens) are run. None generates random
+            sequences.
+        decode: Tokens that the first vLLM side samples after each sequence, so that these steps are decodes; in
+            [0, 4096].
+        swap: Op from `points.OPS` that alignkit computes on every stock side, in an additional run.
+        budget: Maximum size of the recorded values per side, in bytes.
+        seed: Seed of weights, tokens and sampling, in [0, 2^32).
+        timeout: Time limit of one engine process, in seconds.
     """
 
     a: str
@@ -122,14 +144,24 @@ class Options:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        for name in ("out", "model", "tokens"):  # strings are paths too
+        for name in ("out", "model", "tokens"):  # accept strings as paths
             if isinstance(path := getattr(self, name), str):
                 setattr(self, name, Path(path))
 
 
 @dataclass
 class Result:
-    """swapped: the comparison with one op exchanged, where asked for."""
+    """Result of a bisection.
+
+    Attributes:
+        a: Recording of the first side.
+        b: Recording of the second side.
+        names: The two sides as written in `Options`.
+        comparison: Comparison of the two recordings.
+        swap: Op that alignkit computed in the additional run, or None.
+        swapped: Comparison of the additional run, or None.
+        info: Machine, versions, and the seconds of each engine.
+    """
 
     a: Recording
     b: Recording
@@ -141,7 +173,7 @@ class Result:
 
     @property
     def confirmed(self) -> bool | None:
-        """Whether the first difference goes when the op is exchanged; None if nothing was, or there is none."""
+        """True if swapping the op removes the first difference; None without a swap or a difference."""
         if self.swapped is None or self.comparison.suspect is None:
             return None
         return all(p.differing == 0 for p in self.swapped.points if p.point == self.comparison.suspect.point)
@@ -166,25 +198,34 @@ class Result:
 
 
 def bisect(options: Options, progress: Progress | None = None) -> Result:
-    """Runs both sides, compares them and writes ``bisect.json`` and the recordings into `options.out`.
+    """Run both sides, compare them and write ``bisect.json`` and the recordings into `options.out`.
 
-    First all points are recorded as digests; then, if any differs, values of the first that does and of others, within
-    the budget, in a second run that must put out the same bits again. Where the budget holds the values of everything,
-    the first run records them, and there is no second one.
-    Raises InputError or UnsupportedError before an engine is started for what cannot be compared, WorkerError if an
-    engine fails or is not deterministic.
+    The first run records digests of all points. If a point differs, a second run records values within the budget; it
+    must reproduce the bits of the first run. If the budget holds all values, the first run records them instead.
+
+    Args:
+        options: Sides, inputs and limits.
+        progress: Receiver of progress events; None for silent.
+
+    Returns:
+        Both recordings and their comparison.
+
+    Raises:
+        InputError: An option, file or recording is invalid, or the sides are not comparable.
+        UnsupportedError: An engine is not installed, or does not support the model or option.
+        WorkerError: An engine process fails, times out or is not deterministic.
     """
     started = time.monotonic()
     progress = progress or Progress()
     sides = [parse_side(options.a), parse_side(options.b)]
     _check(options, sides)
-    given = {i: recording.load(side.directory) for i, side in enumerate(sides) if side.directory}
+    recordings = {i: recording.load(side.directory) for i, side in enumerate(sides) if side.directory}
     arch = _model_of(options, sides)
-    sequences = _sequences(options, sides, given, arch)
+    sequences = _sequences(options, sides, recordings, arch)
     checks.prepare(options.out, FILES, FOLDERS, "bisect")
     out = options.out.resolve()
-    weights, model = next(iter(given.values())).weights if given else "", options.model
-    if len(given) < 2:
+    weights, model = next(iter(recordings.values())).weights if recordings else "", options.model
+    if len(recordings) < 2:
         model = (
             options.model
             or make_checkpoint(
@@ -193,7 +234,7 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
         ).resolve()
         _check_sides(options, sides, read_architecture(model))
         weights = recording.weights_digest(model)
-        for i, one in given.items():
+        for i, one in recordings.items():
             _check_given(sides[i], one, read_architecture(model), weights)
     common = {
         "model": str(model),
@@ -208,14 +249,14 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
         everything = {p.name: list(range(rows)) for p in points(read_architecture(model))}
     jobs = _Jobs(sides, common, options, out)
     seconds, _ = checks.execute(jobs.first(everything) + jobs.swapped(), out, options.timeout, progress)
-    a, b = (given.get(i) or recording.load(jobs.directory("recordings", i)) for i in range(2))
+    a, b = (recordings.get(i) or recording.load(jobs.directory("recordings", i)) for i in range(2))
     comparison = compare(a, b)
     keep = {} if everything else choose(comparison, a, options.budget)
-    if keep and len(given) < 2:
+    if keep and len(recordings) < 2:
         more, _ = checks.execute(jobs.values(keep), out, options.timeout, progress)
         seconds |= more
         for i, side in enumerate((a, b)):
-            if i not in given:
+            if i not in recordings:
                 _take_values(side, recording.load(jobs.directory("values", i)))
         add_values(comparison, a, b)
     swapped = None
@@ -230,54 +271,56 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
 
 
 def _check(options: Options, sides: list[Side]) -> None:
-    """Everything that can be refused without reading a model or a recording."""
+    """Validate all options that need neither the model nor a recording."""
     for side in sides:
         if side.engine:
             name, module = _MODULES[side.engine]
             if not installed(module):
-                raise UnsupportedError(f"{name} is not installed here, which {side.name} runs")
+                raise UnsupportedError(f"side: {side.name} needs {name}, which is not installed")
             if problem := no_room(side.tp):
                 raise InputError(f"tp: {problem}")
             if side.batch_invariant and not gpus():
-                raise UnsupportedError("batch_invariant: vLLM has that mode on GPUs only")
+                raise UnsupportedError("batch_invariant: vLLM supports this mode on GPUs only")
         elif options.out.exists() and options.out.resolve() in side.directory.resolve().parents:
-            raise InputError(f"out: {options.out} holds the recording {side.directory}, which would be deleted")
+            raise InputError(f"out: must not contain the input recording {side.directory}, got {options.out}")
     if options.dtype not in plan.DTYPES:
-        raise InputError(f"dtype: {options.dtype!r} is not one of {', '.join(plan.DTYPES)}")
+        raise InputError(f"dtype: expected one of {', '.join(plan.DTYPES)}, got {options.dtype!r}")
     if options.swap is not None:
         if options.swap not in OPS:
-            raise InputError(f"swap: {options.swap!r} is not one of {', '.join(OPS)}")
+            raise InputError(f"swap: expected one of {', '.join(OPS)}, got {options.swap!r}")
         if not any(side.stock for side in sides):
-            raise InputError("swap: neither side is a stock engine, so there is nothing to exchange")
+            raise InputError("swap: at least one side must be a stock engine")
     if not 0 <= options.decode <= 4096:
-        raise InputError(f"decode: {options.decode} is not in [0, 4096]")
+        raise InputError(f"decode: must be in [0, 4096], got {options.decode}")
     if options.decode:
         decoding = next((side for side in sides if side.engine == "vllm"), None)
         if decoding is None:
-            raise InputError("decode: neither side is a vLLM engine")
+            raise InputError("decode: at least one side must be a vLLM engine")
         if any(side.directory for side in sides):
-            raise InputError("decode: the tokens of a recording are given; a vLLM side cannot be made to sample them")
+            raise InputError(
+                "decode: not supported with a recording, since vLLM cannot be made to sample the recorded tokens"
+            )
         if options.swap and decoding.stock:
             raise UnsupportedError(
-                f"swap: with decode, {decoding.name} could sample other tokens once an op is exchanged"
+                f"swap: not supported with decode on {decoding.name}, which could sample other tokens after the swap"
             )
     require_environment()
     if options.budget < 2**16:
-        raise InputError(f"budget: {options.budget} bytes are less than {2**16}")
+        raise InputError(f"budget: must be at least {2**16} bytes, got {options.budget}")
     if not 0 <= options.seed < 2**32:
-        raise InputError(f"seed: {options.seed} is not in [0, 2^32)")
+        raise InputError(f"seed: must be in [0, 2^32), got {options.seed}")
     if not options.timeout > 0:
-        raise InputError(f"timeout: {options.timeout} is not positive")
+        raise InputError(f"timeout: must be positive, got {options.timeout}")
     if options.model is None and any(side.directory for side in sides) and any(side.engine for side in sides):
         raise InputError(
-            "model: the checkpoint of the recording is needed to run the other side; one that alignkit bisect made lies in the "
-            "folder model beside the recordings"
+            "model: the recording's checkpoint is required to run the other side. alignkit bisect writes a generated "
+            "checkpoint to the folder model, beside the folder recordings."
         )
     checks.check_out(options.out, "bisect")
 
 
 def _model_of(options: Options, sides: list[Side]) -> Architecture | None:
-    """Of the given model, after a look at what engines could not be started on."""
+    """Return the architecture of the model after checking that the engines support it; None without a model."""
     if options.model is None:
         return None
     arch = read_architecture(options.model)
@@ -286,46 +329,47 @@ def _model_of(options: Options, sides: list[Side]) -> Architecture | None:
     return arch
 
 
-_RECORDED = "of mixtures, those with experts in all layers, chosen by softmax, are"
-
-
 def _check_sides(options: Options, sides: list[Side], arch: Architecture) -> None:
-    """Whether the engines can be started on such a model."""
+    """Raise if an engine, the recorder or the swap does not support the model."""
     for side in sides:
         if side.engine:
             arch.check_tp(side.tp)
         if arch.experts and side.engine == "hf":
-            raise UnsupportedError(f"{side.name}: a mixture of experts ({arch.family}) is not recorded there")
+            raise UnsupportedError(f"{side.name}: recording MoE models ({arch.family}) is not supported")
     if arch.dense_layers or arch.score != "softmax":
-        raise UnsupportedError(f"model: {arch.family} with such layers or routers is not recorded: {_RECORDED}")
+        raise UnsupportedError(
+            f"model: {arch.family}: bisect supports MoE models with experts in all layers and a softmax router only"
+        )
     if arch.experts and options.swap is not None:
-        raise UnsupportedError(f"swap: of a mixture of experts ({arch.family}) no op is exchanged")
+        raise UnsupportedError(f"swap: not supported for MoE models ({arch.family})")
 
 
 def _sequences(
-    options: Options, sides: list[Side], given: dict[int, Recording], arch: Architecture | None
+    options: Options, sides: list[Side], recordings: dict[int, Recording], arch: Architecture | None
 ) -> list[list[int]]:
     if options.tokens is not None:
         sequences, replay = tokens.read(options.tokens)
         if replay is not None:
             tokens.check_contract(options.tokens, replay, any(side.engine and not side.stock for side in sides))
-        if any(one.sequences != sequences for one in given.values()):
-            raise InputError(f"tokens: {options.tokens} holds others than the recording")
-    elif given:
-        sequences = next(iter(given.values())).sequences
+        if any(one.sequences != sequences for one in recordings.values()):
+            raise InputError(f"tokens: {options.tokens} and the recording must have the same sequences")
+    elif recordings:
+        sequences = next(iter(recordings.values())).sequences
     else:
         sequences = plan.draw_prompts(arch.vocab if arch else VOCAB, options.seed, LENGTHS)
     if not sequences or not all(sequences):
-        raise InputError("tokens: none, or an empty sequence")
+        raise InputError("tokens: at least one sequence is required, and none may be empty")
     if len(set(map(tuple, sequences))) < len(sequences):
-        raise InputError("tokens: two sequences are the same; rows could not be told apart")
-    if len(given) < 2:
+        raise InputError("tokens: sequences must be distinct, since a prompt identifies its rows")
+    if len(recordings) < 2:
         vocab, positions = (arch.vocab, arch.max_position) if arch else (VOCAB, MAX_POSITION)
         if max(map(max, sequences)) >= vocab:
-            raise InputError(f"tokens: an id is beyond the model's vocabulary of {vocab}")
+            raise InputError(
+                f"tokens: ids must be below the model's vocabulary size {vocab}, got {max(map(max, sequences))}"
+            )
         longest = max(map(len, sequences)) + options.decode + 1
         if longest > positions:
-            raise InputError(f"tokens: {longest} positions, the model has {positions}")
+            raise InputError(f"tokens: sequences must fit the model's {positions} positions, got {longest}")
     return sequences
 
 
@@ -334,21 +378,23 @@ def _check_given(side: Side, one: Recording, arch: Architecture, weights: str) -
     try:
         check_comparable(one, expected)
     except InputError as e:
-        raise InputError(f"{side.directory}: {e}; not of the model that the other side runs") from None
+        raise InputError(f"{side.directory}: the recording is not of the other side's model: {e}") from None
 
 
 def _take_values(side: Recording, again: Recording) -> None:
-    """The values of a second run, which must have put out what the first did: else they would explain nothing."""
+    """Copy the values of the second run into `side`; raise WorkerError unless it reproduced the first run's bits."""
     if side.sequences != again.sequences:
-        raise WorkerError(f"{side.engine}: not deterministic, a second run sampled other tokens")
+        raise WorkerError(f"{side.engine}: not deterministic: a second run sampled other tokens")
     for name, rows in again.kept.items():
         if (side.digests[name][rows] != again.digests[name][rows]).any():
-            raise WorkerError(f"{side.engine}: not deterministic, a second run gave other bits at {name}")
+            raise WorkerError(f"{side.engine}: not deterministic: a second run computed other bits at {name}")
         if name not in side.values:
             side.values[name], side.kept[name] = again.values[name], rows
 
 
 class _Jobs:
+    """Factory of the engine jobs of a bisection."""
+
     def __init__(self, sides: list[Side], common: dict, options: Options, out: Path):
         self._sides, self._common, self._options, self._out = sides, common, options, out
         self._decoding = next((i for i, s in enumerate(sides) if s.engine == "vllm"), None) if options.decode else None
@@ -373,13 +419,13 @@ class _Jobs:
 
     def _job(self, i: int, kind: str, suffix: str, keep: dict | None = None, swap: str | None = None) -> Job:
         side = self._sides[i]
-        assert side.engine is not None  # a recording is not run
+        assert side.engine is not None  # recordings have no job
         run = {"out": str(self.directory(kind, i) / recording.JSON)}
         needs = []
         decode = self._options.decode if i == self._decoding else 0
         if self._decoding is not None and not decode:
             run["in"] = str(self.directory("recordings", self._decoding) / recording.JSON)
-            needs = [Path(run["in"])] if kind != "values" else []  # it is there by then
+            needs = [Path(run["in"])] if kind != "values" else []  # exists after the first run
         spec = self._common | {
             "engine": side.engine,
             "patched": side.patched,

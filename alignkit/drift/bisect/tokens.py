@@ -1,4 +1,4 @@
-"""The sequences that both sides run: of a logprob file, or of the batch that a `Monitor` kept when it raised its alarm."""
+"""Input sequences of a bisection, read from a logprob file or from a `Monitor`'s replay file."""
 
 from __future__ import annotations
 
@@ -12,44 +12,50 @@ from .. import bounded, files
 from ..monitor import replay
 from ..monitor.replay import Replay
 
-MOST = 16
-"""Sequences of a replay that are run."""
+MAX_SEQUENCES = 16
+"""Maximum number of sequences taken from a replay."""
 
 
 def read(path: Path) -> tuple[list[list[int]], Replay | None]:
-    """(token ids, the replay if it is one). Raises InputError naming the file and what is wrong with it."""
+    """Return (token ids, the replay or None); raise InputError naming the file and the problem."""
     with bounded.opened(path, "a file of tokens", files.MAX_HEADER) as (_, metadata):
         is_replay = metadata.get("format") == replay.FORMAT
     if is_replay:
-        found = replay.load_replay(path)
-        return _of_replay(path, found), found
+        loaded = replay.load_replay(path)
+        return _replay_sequences(path, loaded), loaded
     logprobs = files.load(path)
     return [p + t for p, t in zip(logprobs.prompts, logprobs.tokens, strict=True)], None
 
 
-def check_contract(path: Path, found: Replay, aligned: bool) -> None:
-    """Raise InputError if aligned engines of this machine would compute other bits than those of the replay's run."""
+def check_contract(path: Path, loaded: Replay, aligned: bool) -> None:
+    """Raise InputError if this machine's aligned engines have a different contract than the replay's run."""
     ours = family().contract_id
-    theirs = found.info.get("contract")
+    theirs = loaded.info.get("contract")
     if aligned and theirs not in (ours, [ours, ours]):
-        raise InputError(f"{path}: a replay under contract {theirs!r:.200}; aligned engines here are under {ours!r}")
-
-
-def _of_replay(path: Path, found: Replay) -> list[list[int]]:
-    """Those with a logprob that differed, at most `MOST`, each once."""
-    whole = found.context.get("input_ids")
-    if whole is None:
         raise InputError(
-            f"{path}: the replay has no prompts: give Monitor.log context={{'input_ids': ..., 'attention_mask': ...}}"
+            f"{path}: contract: aligned engines on this machine have {ours!r}, the replay has {theirs!r:.200}"
         )
-    mask = found.context.get("attention_mask", torch.ones_like(whole))
-    rows = len(found.mask)
-    for name, x in (("input_ids", whole), ("attention_mask", mask)):
-        if x.ndim != 2 or len(x) != rows or x.shape != whole.shape or x.is_floating_point():
+
+
+def _replay_sequences(path: Path, loaded: Replay) -> list[list[int]]:
+    """Return up to `MAX_SEQUENCES` distinct sequences with a logprob that differs, or of all if none does."""
+    input_ids = loaded.context.get("input_ids")
+    if input_ids is None:
+        raise InputError(
+            f"{path}: the replay has no prompts. "
+            "Pass context={'input_ids': ..., 'attention_mask': ...} to Monitor.log."
+        )
+    mask = loaded.context.get("attention_mask", torch.ones_like(input_ids))
+    rows = len(loaded.mask)
+    for name, x in (("input_ids", input_ids), ("attention_mask", mask)):
+        if x.ndim != 2 or len(x) != rows or x.shape != input_ids.shape or x.is_floating_point():
             raise InputError(
-                f"{path}: context.{name} is {x.dtype} of shape {tuple(x.shape)}, expected whole numbers [{rows}, T]"
+                f"{path}: context.{name}: expected integers of shape [{rows}, T], "
+                f"got {x.dtype} of shape {tuple(x.shape)}"
             )
-    differ = (found.rollout_logp.float().view(torch.int32) != found.train_logp.float().view(torch.int32)) & found.mask
+    differ = (
+        loaded.rollout_logp.float().view(torch.int32) != loaded.train_logp.float().view(torch.int32)
+    ) & loaded.mask
     chosen = differ.any(1).nonzero().flatten().tolist() or range(rows)
-    sequences = (tuple(whole[i][mask[i] != 0].tolist()) for i in chosen)
-    return [list(s) for s in dict.fromkeys(sequences) if s][:MOST]
+    sequences = (tuple(input_ids[i][mask[i] != 0].tolist()) for i in chosen)
+    return [list(s) for s in dict.fromkeys(sequences) if s][:MAX_SEQUENCES]

@@ -1,7 +1,7 @@
-"""Records a vLLM engine: ``python -m alignkit.drift.bisect.vllm_side JOB.json`` (see `job`).
+"""Recorder of a vLLM engine: ``python -m alignkit.drift.bisect.vllm_side JOB.json`` (see `job`).
 
-All sequences are sent as prompts at once, with ``decode`` tokens to be sampled after each. The engine runs eagerly:
-hooks see nothing in a CUDA graph.
+All sequences are sent as prompts in one batch, and ``decode`` tokens are sampled after each. The engine runs eagerly,
+since hooks do not run in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def main(arguments: list[str]) -> None:
 
 
 def engine(job: dict, **options):
-    """The job's engine; `options` are arguments of ``vllm.LLM``."""
-    asked = {
+    """Return the job's engine; `options` are passed to ``vllm.LLM``."""
+    settings = {
         "model": job["model"],
         "dtype": job["dtype"],
         "patched": job["patched"],
@@ -41,8 +41,8 @@ def engine(job: dict, **options):
         "max_num_batched_tokens": job["chunk"] or max(2048, sum(map(len, job["sequences"]))),
     }
     invariant = job.get("batch_invariant", False)
-    os.environ["VLLM_BATCH_INVARIANT"] = str(int(invariant))  # as the job says, not the user's environment
-    rollout.prepare(asked)
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(invariant))  # overrides the user's environment
+    rollout.prepare(settings)
     from . import vllm_worker
 
     module = vllm_worker.__name__
@@ -50,13 +50,15 @@ def engine(job: dict, **options):
     if job["swap"]:
         overrides |= {"worker_cls": f"{module}.SwappedWorker", "additional_config": {vllm_worker.SWAP: job["swap"]}}
     if invariant:
-        overrides["attention_backend"] = "FLASH_ATTN"  # in that mode vLLM chooses none itself
-    return rollout.engine(asked, **overrides | options)
+        overrides["attention_backend"] = "FLASH_ATTN"  # vLLM selects no backend in this mode
+    return rollout.engine(settings, **overrides | options)
 
 
 def record(llm, job: dict, *, prompts: bool = True) -> None:
-    """Send the job's sequences and write the recording. prompts: also the logprobs of the prompts' tokens, for which vLLM
-    computes every prompt anew."""
+    """Send the job's sequences and write the recording.
+
+    prompts: also record the logprobs of prompt tokens, for which vLLM recomputes every prompt.
+    """
     import vllm
     from vllm import SamplingParams
 
@@ -65,8 +67,8 @@ def record(llm, job: dict, *, prompts: bool = True) -> None:
     from . import vllm_worker
 
     decode = job["decode"]
-    for_workers = vllm_worker.write_job(job, Path(job["runs"][0]["out"]).parent / "workers.json")
-    llm.collective_rpc("alignkit_record", args=(for_workers,))
+    worker_job = vllm_worker.write_job(job, Path(job["runs"][0]["out"]).parent / "workers.json")
+    llm.collective_rpc("alignkit_record", args=(worker_job,))
     params = SamplingParams(
         max_tokens=max(decode, 1),
         temperature=1.0,
@@ -84,11 +86,11 @@ def record(llm, job: dict, *, prompts: bool = True) -> None:
     recorder = jobs.recorder(job)
     sequences, start = [], 0
     for prompt, output in zip(job["sequences"], outputs, strict=True):
-        drawn = list(output.outputs[0].token_ids)[:decode]
-        sequence = prompt + drawn
-        given = output.prompt_logprobs[1:] if prompts else []
-        steps = [*given, *output.outputs[0].logprobs[:decode]]
-        first = len(sequence) - len(steps)  # the token of the first step
+        sampled = list(output.outputs[0].token_ids)[:decode]
+        sequence = prompt + sampled
+        prompt_steps = output.prompt_logprobs[1:] if prompts else []
+        steps = [*prompt_steps, *output.outputs[0].logprobs[:decode]]
+        first = len(sequence) - len(steps)  # token of the first step
         values = [step[token].logprob for step, token in zip(steps, sequence[first:], strict=True)]
         if values:
             recorder.put("logprob", torch.tensor(values), start + first - 1 + np.arange(len(values)))
@@ -96,7 +98,7 @@ def record(llm, job: dict, *, prompts: bool = True) -> None:
         start += len(sequence)
     driver = jobs.part(job, job["tp"])
     recorder.save(driver)
-    Path(for_workers).unlink()
+    Path(worker_job).unlink()
     jobs.finish(
         job,
         f"vllm {vllm.__version__}",

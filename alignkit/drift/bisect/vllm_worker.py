@@ -1,7 +1,7 @@
-"""What a vLLM worker records: `Recording` is mixed into the worker's class (vLLM's ``worker_extension_cls``).
+"""Recorder in a vLLM worker: `Recording` is mixed into the worker's class (vLLM's ``worker_extension_cls``).
 
-The hooks change nothing and are functions of alignkit's, so that an aligned worker, which looks at its hooks, lets them
-be. vLLM must run eagerly: hooks do not run in a CUDA graph.
+The hooks do not change any value. They are defined in alignkit, because an aligned worker rejects foreign hooks. vLLM
+must run eagerly, since hooks do not run in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from . import job as jobs
 from .points import ROUTER_CHOICE
 
 SWAP = "alignkit_swap"
-"""In vLLM's ``additional_config``: which ops `SwappedWorker` exchanges."""
+"""Key in vLLM's ``additional_config`` with the ops that `SwappedWorker` replaces."""
 LAYERS = {
     "rms_norm": ("RMSNorm",),
     "linear": (
@@ -39,13 +39,13 @@ LAYERS = {
     "silu_mul": ("SiluAndMul",),
     "head": ("LogitsProcessor", "ParallelLMHead", "VocabParallelEmbedding"),
 }
-"""vLLM's classes by op."""
+"""vLLM's layer classes by op."""
 
 
 class Recording:
-    """Methods for ``collective_rpc``."""
+    """Worker extension whose methods are called with ``collective_rpc``."""
 
-    model_runner: Any  # vLLM's, of the worker that these are methods of
+    model_runner: Any  # provided by vLLM's worker class
 
     def alignkit_record(self, job_file: str) -> None:
         self._alignkit_job = jobs.read(job_file)
@@ -76,7 +76,7 @@ class _Hooks:
         layers = list(model.model.layers)
         for i, layer in enumerate(layers):
             attention = layer.self_attn
-            # A norm adds the residual first and gives both.
+            # A fused norm adds the residual first and returns both.
             _norm(layer.input_layernorm, self.recorder, f"layers.{i}.input_norm", f"layers.{i - 1}.residual")
             attention.qkv_proj.register_forward_hook(
                 _split(
@@ -89,8 +89,8 @@ class _Hooks:
                 _after(attention.q_norm, self.recorder, f"layers.{i}.q_norm")
                 _after(attention.k_norm, self.recorder, f"layers.{i}.k_norm")
                 if issubclass(type(attention), NormedAttention):
-                    attention.qkv_proj.register_forward_hook(_normed(attention))
-            attention.attn.register_forward_pre_hook(_rotated(self.recorder, i))
+                    attention.qkv_proj.register_forward_hook(_call_norms(attention))
+            attention.attn.register_forward_pre_hook(_rope(self.recorder, i))
             _before(attention.o_proj, self.recorder, f"layers.{i}.attention")
             _after(attention.o_proj, self.recorder, f"layers.{i}.attention_proj")
             _norm(
@@ -98,7 +98,7 @@ class _Hooks:
             )
             mlp = getattr(layer, FAMILIES[arch.family].mlp)
             if arch.experts:
-                mlp.gate.register_forward_hook(_choice(self.recorder, f"layers.{i}.{ROUTER_CHOICE}", arch.top_k))
+                mlp.gate.register_forward_hook(_router(self.recorder, f"layers.{i}.{ROUTER_CHOICE}", arch.top_k))
                 _after(mlp, self.recorder, f"layers.{i}.experts")
                 continue
             width = arch.intermediate // job["tp"]
@@ -111,7 +111,7 @@ class _Hooks:
         model.logits_processor.register_forward_hook(self._logits)
 
     def _step(self, _, args, kwargs) -> None:
-        """Which row each token of this step is."""
+        """Set the recorder's row index of each token of this step."""
         index, starts = rows_of_step(self._runner, args, kwargs, self._first_row)
         self.recorder.index = index
         self._sampled = index[starts[1:] - 1]
@@ -120,18 +120,21 @@ class _Hooks:
         self._hidden = output
 
     def _logits(self, _, inputs, output) -> None:
-        """The runner asks for logits of the rows it samples from, by index, and of prompts' rows, as slices."""
+        """Record logits; their input is either a gather of the sampled rows or a slice of the prompts' rows."""
         if output is None:  # gathered on another rank
             return
-        asked, hidden = inputs[1], self._hidden
-        assert hidden is not None  # a step's come before its logits
-        offset, rest = divmod(asked.data_ptr() - hidden.data_ptr(), hidden.stride(0) * hidden.element_size())
-        if rest == 0 and 0 <= offset <= len(hidden) - len(asked):
-            index = self.recorder.index[offset : offset + len(asked)]
-        elif len(asked) == len(self._sampled):
+        requested, hidden = inputs[1], self._hidden
+        assert hidden is not None  # set by this step's forward
+        offset, rest = divmod(requested.data_ptr() - hidden.data_ptr(), hidden.stride(0) * hidden.element_size())
+        if rest == 0 and 0 <= offset <= len(hidden) - len(requested):
+            index = self.recorder.index[offset : offset + len(requested)]
+        elif len(requested) == len(self._sampled):
             index = self._sampled
         else:
-            raise UnsupportedError(f"logits of {len(asked)} rows, of which nothing says which they are")
+            raise UnsupportedError(
+                f"logits: expected a slice of the hidden states or the {len(self._sampled)} sampled rows, "
+                f"got {len(requested)} other rows"
+            )
         self.recorder.put("logits", output, index)
 
 
@@ -167,8 +170,8 @@ def _split(recorder, names: list[str], sizes: list[int]):
     return hook
 
 
-def _normed(attention):
-    """Calls the norms, whose hooks record, where the model itself has them in one op with the rotation."""
+def _call_norms(attention):
+    """Return a hook that calls the q and k norms for their hooks, for models that fuse them with RoPE."""
 
     def hook(_, inputs, output) -> None:
         q, k, _ = output[0].split([attention.q_size, attention.kv_size, attention.kv_size], -1)
@@ -178,8 +181,8 @@ def _normed(attention):
     return hook
 
 
-def _choice(recorder, name: str, top_k: int):
-    """vLLM's kernels do not tell whom they choose: by the logits, of equal ones the lower ids."""
+def _router(recorder, name: str, top_k: int):
+    """Return a hook that records the top_k experts by logit, ties to lower ids; vLLM's kernels hide the choice."""
 
     def hook(_, inputs, output) -> None:
         logits = (output[0] if isinstance(output, tuple) else output).float()
@@ -189,7 +192,7 @@ def _choice(recorder, name: str, top_k: int):
     return hook
 
 
-def _rotated(recorder, i: int):
+def _rope(recorder, i: int):
     def hook(_, inputs) -> None:
         recorder.put(f"layers.{i}.q_rope", inputs[0])
         recorder.put(f"layers.{i}.k_rope", inputs[1])
@@ -198,22 +201,23 @@ def _rotated(recorder, i: int):
 
 
 class SwappedWorker(resolve(installed().worker)):
-    """A stock worker with some ops exchanged for alignkit's."""
+    """Stock worker with some ops replaced by alignkit's."""
 
     def load_model(self, **kwargs) -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         from alignkit.vllm.attention import AlignedAttentionImpl
         from alignkit.vllm.layers import ALIGNED, aligned_layers
-        from alignkit.vllm.parallel import name_groups
+        from alignkit.vllm.parallel import register_groups
 
         swapped = self.vllm_config.additional_config[SWAP]
-        # vLLM's attention on the CPU takes AMX for granted, which a process must ask for; its products, by oneDNN, did.
+        # vLLM's CPU attention assumes that the process has enabled AMX. oneDNN does so in stock vLLM's GEMMs, which a
+        # swap may replace.
         if on_host(self.device) and torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
-        name_groups(replicated=False)
+        register_groups(experts_shared=False)
         if "attention" in swapped:
-            # Unasked, vLLM would choose one of its own on a GPU.
+            # Otherwise vLLM selects its own backend on a GPU.
             self.vllm_config.attention_config.backend = AttentionBackendEnum[installed().attention]
         layers = [name for op in swapped for name in LAYERS[op]]
         with aligned_layers(layers, attention="attention" in swapped):
@@ -222,11 +226,11 @@ class SwappedWorker(resolve(installed().worker)):
         for op in swapped:
             kinds = (AlignedAttentionImpl,) if op == "attention" else tuple(ALIGNED[name] for name in LAYERS[op])
             if not any(isinstance(x, kinds) for m in modules for x in (m, getattr(m, "impl", None))):
-                raise UnsupportedError(f"swap: this vLLM model has no module for {op}")
+                raise UnsupportedError(f"swap: this vLLM model has no module that computes {op}")
 
 
 def write_job(job: dict, path: Path) -> str:
-    """For the workers: with the sequences in it."""
+    """Write the workers' job, which contains the sequences; return its path."""
     job = job | {"runs": [{"out": job["runs"][0]["out"]}]}
     path.write_text(json.dumps(job))
     return str(path)

@@ -1,4 +1,4 @@
-"""Drift of a training loop: metrics under the names of its framework, one file a rank, and an alarm."""
+"""Drift monitor for training loops: framework-named metrics, one record file per rank and an alarm."""
 
 from .monitor import Monitor
 from .replay import Replay, load_replay, weights_digest

@@ -1,4 +1,4 @@
-"""`Monitor`: what a training loop calls once a step."""
+"""`Monitor`: per-step drift monitoring of a training loop. docs/monitor.md documents it and its record's keys."""
 
 from __future__ import annotations
 
@@ -27,28 +27,35 @@ _MAX_META = 2**16
 
 
 class Monitor:
-    """Measures drift in a training loop, writes it down, and raises the alarm when an aligned run is not.
+    """Drift monitor of a training loop: records every step and raises an alarm when an aligned run drifts.
 
         monitor = Monitor("drift", names="verl", contract=alignkit.megatron.status(model)["contract"])
         for step in ...:
             metrics = monitor.log(step, rollout_log_probs, old_log_probs, response_mask, tokens=responses)
 
-    directory: made if absent. Each rank appends to ``monitor-rankNNNNN.jsonl`` in it, a JSON object for each call.
-    contract: as the engines name it, such as ``alignkit.megatron.status(model)["contract"]``, or the pair of rollout's
-        and training's, which must be the same; ``"stock"`` for engines that are not aligned, whose differences are
-        no alarm.
-    names: "plain", "verl" or "nemo-rl": under which names metrics are computed and written (docs/monitor.md).
-    on_difference: in an aligned run, at each call with a token that is not bit-equal or not finite: "raise" a
-        DriftError, "warn" (RuntimeWarning), a function that is called with the DriftError, or None. The first one is
-        preceded by a replay on disk (`load_replay`); there is one for each Monitor at most. With None there is none.
-    keep_worst: how many of a call's worst tokens its record holds, at most 100.
-    rank: which file is this process's; torch.distributed's rank by default, 0 without it.
-    sinks: what else gets the metrics: "tensorboard" (event files in the directory), "wandb" (the active run, if there
-        is one), functions of step and metrics. By default TensorBoard where it is installed, and W&B where the loop
-        has imported it.
-    meta: text for people, kept in the replay: the model's path, the temperature.
+    Use it as a context manager, or call `close`, to release the record file.
 
-    Raises InputError naming the argument. Use it as a context manager, or `close` it, to let go of the file.
+    Args:
+        directory: Output directory, created if missing. Each rank appends one JSON object per call to
+            ``monitor-rankNNNNN.jsonl``.
+        contract: Contract id reported by the engines, such as ``alignkit.megatron.status(model)["contract"]``, or the
+            pair of rollout's and training's ids, which must be equal. ``"stock"`` for unpatched engines disables the
+            alarm.
+        names: Metric set: "plain", "verl" or "nemo-rl" (docs/monitor.md).
+        on_difference: Alarm of an aligned run, for every call with a token that is not bit-equal or not finite:
+            "raise" a DriftError, "warn" with a RuntimeWarning, call a function with the DriftError, or None for no
+            alarm. The first alarm of a Monitor also writes a replay file (`load_replay`), before the error is raised.
+        keep_worst: Number of worst tokens in each record, in [0, 100].
+        rank: Number of this process's files, in [0, 99999]. Default: the torch.distributed rank, or 0 without
+            torch.distributed.
+        sinks: Additional receivers of the metrics: "tensorboard" (event files in `directory`), "wandb" (the active
+            run, if any), or functions of step and metrics. Default: TensorBoard if installed, and W&B if the loop
+            imported it.
+        meta: Text for people that is stored in the replay, such as the model path or the temperature.
+
+    Raises:
+        InputError: An argument is invalid, or another Monitor holds this rank's record file. Names the argument.
+        UnsupportedError: `sinks` names "tensorboard" and TensorBoard cannot be imported.
     """
 
     def __init__(
@@ -64,19 +71,19 @@ class Monitor:
         meta: Mapping[str, str] | None = None,
     ) -> None:
         if names not in NAMES:
-            raise InputError(f"names: {names!r:.80}, expected one of {', '.join(map(repr, NAMES))}")
+            raise InputError(f"names: expected one of {', '.join(map(repr, NAMES))}, got {names!r:.80}")
         if not (on_difference in ("raise", "warn", None) or callable(on_difference)):
-            raise InputError(f"on_difference: {on_difference!r:.80}, expected 'raise', 'warn', a function or None")
+            raise InputError(f"on_difference: expected 'raise', 'warn', a function or None, got {on_difference!r:.80}")
         if type(keep_worst) is not int or not 0 <= keep_worst <= MAX_WORST:
-            raise InputError(f"keep_worst: {keep_worst!r:.80}, expected an int from 0 to {MAX_WORST}")
+            raise InputError(f"keep_worst: expected an int in [0, {MAX_WORST}], got {keep_worst!r:.80}")
         if rank is None:
             distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             rank = torch.distributed.get_rank() if distributed else 0
         if type(rank) is not int or not 0 <= rank <= MAX_RANK:
-            raise InputError(f"rank: {rank!r:.80}, expected an int from 0 to {MAX_RANK}")
+            raise InputError(f"rank: expected an int in [0, {MAX_RANK}], got {rank!r:.80}")
         meta = dict(meta or {})
         if not all(isinstance(x, str) for pair in meta.items() for x in pair) or len(json.dumps(meta)) > _MAX_META:
-            raise InputError(f"meta: expected strings, at most {_MAX_META} characters of them as JSON")
+            raise InputError(f"meta: expected string keys and values with at most {_MAX_META} characters as JSON")
         self.contract = _one_contract(contract)
         self.rank = rank
         self.directory = Path(directory)
@@ -87,7 +94,7 @@ class Monitor:
         self._replay: Path | None = None
         self._alarms = 0
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._sinks = _sinks.make(sinks, self.directory, rank)
+        self._sinks = _sinks.make_sinks(sinks, self.directory, rank)
         self._records: Appender | None = Appender(self.directory / records_name(rank))
 
     def log(
@@ -101,21 +108,32 @@ class Monitor:
         context: Mapping[str, torch.Tensor] | None = None,
         weights: Weights | None = None,
     ) -> dict[str, float]:
-        """Compares one batch, writes a record, and returns the metrics, ``{name: value}``.
+        """Compare one batch, write a record and return the metrics.
 
-        step: of the training, an int >= 0; several calls may have the same.
-        rollout_logp, train_logp, mask: as in `compare_tensors`: ``[B, S]``, fp32 or bf16, natural logarithm.
-        tokens: ``[B, S]``, integers: the id that each logprob is of. Named in records, kept in a replay.
-        context: other tensors that a replay needs, by name, such as the prompts; only a replay reads them.
-        weights: what the logprobs were computed with (see `weights_digest`); only a replay reads it.
+        The only GPU synchronization is the copy of `rollout_logp`, `train_logp` and `mask` to the CPU, plus the copy of
+        `tokens` at steps that differ.
 
-        The three copies to the CPU that a comparison needs are all that waits for a GPU, and those of tokens where
-        tokens differ. Raises InputError naming the argument, and DriftError for an alarm with "raise".
+        Args:
+            step: Training step, in [0, 2^63); several calls may share a step.
+            rollout_logp: Logprobs of the rollout engine (natural logarithm), ``[B, S]``, fp32 or bf16, on any device.
+            train_logp: Logprobs of the training engine, same shape and dtype as `rollout_logp`, on any device.
+            mask: ``[B, S]``, bool or 0/1; true where the position is a sampled token. None selects every position.
+            tokens: ``[B, S]``, int64 or int32: the token id of each logprob. Stored in records and in a replay.
+            context: Other tensors by name that a replay needs, such as the prompts; read only to write a replay.
+            weights: Weights that computed the logprobs (see `weights_digest`); read only to write a replay.
+
+        Returns:
+            ``{name: value}`` under the names chosen by the Monitor's `names`.
+
+        Raises:
+            InputError: The Monitor is closed, an argument is invalid, or a GPU tensor's device has another contract.
+                Names the argument.
+            DriftError: A token is not bit-equal or not finite in an aligned run, and `on_difference` is "raise".
         """
         if self._records is None:
             raise InputError("log: this Monitor is closed")
         if type(step) is not int or not 0 <= step < 2**63:
-            raise InputError(f"step: {step!r:.80}, expected an int >= 0")
+            raise InputError(f"step: expected an int in [0, 2^63), got {step!r:.80}")
         self._check(rollout_logp, train_logp, mask, tokens, context)
         rollout, training = rollout_logp.detach().cpu(), train_logp.detach().cpu()
         keep = None if mask is None else mask.detach().cpu()
@@ -152,7 +170,7 @@ class Monitor:
         return metrics
 
     def close(self) -> None:
-        """Lets go of the file; may be called twice."""
+        """Release the record file; a second call does nothing."""
         if self._records is not None:
             self._records.close()
             self._records = None
@@ -164,37 +182,37 @@ class Monitor:
         self.close()
 
     def _check(self, rollout_logp, train_logp, mask, tokens, context) -> None:
-        """What `compare_tensors` does not look at, before anything is copied or computed."""
+        """Validate the arguments that `compare_tensors` does not, before any copy or computation."""
         for name, x in (("rollout_logp", rollout_logp), ("train_logp", train_logp), ("mask", mask), ("tokens", tokens)):
             optional = name in ("mask", "tokens")
             if not isinstance(x, torch.Tensor) and not (optional and x is None):
-                raise InputError(f"{name}: {type(x).__name__}, expected a tensor{' or None' if optional else ''}")
+                raise InputError(f"{name}: expected a tensor{' or None' if optional else ''}, got {type(x).__name__}")
         if tokens is not None and (tokens.dtype not in (torch.int64, torch.int32) or tokens.shape != train_logp.shape):
             raise InputError(
-                f"tokens: {tokens.dtype} of shape {list(tokens.shape)}, expected torch.int64 or "
-                f"torch.int32 of train_logp's shape {list(train_logp.shape)}"
+                f"tokens: expected torch.int64 or torch.int32 of train_logp's shape {list(train_logp.shape)}, "
+                f"got {tokens.dtype} of shape {list(tokens.shape)}"
             )
         for name, x in (context or {}).items():
             if not (isinstance(name, str) and CONTEXT_NAME.fullmatch(name) and isinstance(x, torch.Tensor)):
-                raise InputError(f"context: {name!r:.80}: expected names of letters, digits and _, and tensors")
-        # A value on a CPU may have come from anywhere; one that lies elsewhere says who computed it.
+                raise InputError(f"context: expected tensors under names of letters, digits and _, got {name!r:.80}")
+        # CPU tensors may have been computed on any device; a GPU tensor must match its own device's contract.
         for name, x in (("rollout_logp", rollout_logp), ("train_logp", train_logp)):
             if self.contract != "stock" and not on_host(x.device) and self.contract != contract_id(x.device):
                 raise InputError(
-                    f"contract: {self.contract!r}, but {name} lies on {x.device}, whose contract is "
-                    f"{contract_id(x.device)!r}"
+                    f"contract: {name} is on {x.device}, expected its contract {contract_id(x.device)!r}, "
+                    f"got {self.contract!r}"
                 )
 
     def _write_replay(self, step: int, report: DriftReport, replay: Replay, weights: Weights | None) -> str | None:
-        """What went wrong with it, or None: the alarm is raised all the same, and says so."""
+        """Write the replay file; return an error message for the alarm if it cannot be written."""
         from ...check.machine import machine
 
-        assert report.first_difference is not None  # what raises the alarm
+        assert report.first_difference is not None  # an alarm implies a difference
         digest = None
         if weights is not None:
             try:
                 digest = weights_digest(weights)
-            except Exception as e:  # whatever a loop's own weights raise, the batch is worth keeping
+            except Exception as e:  # the caller's weights may raise anything; the batch is still saved
                 digest = {"error": f"{type(e).__name__}: {e}"}
         if replay.tokens is not None:
             replay.tokens = replay.tokens.detach().cpu().long()
@@ -220,14 +238,14 @@ class Monitor:
         return None
 
     def _alarm(self, step: int, report: DriftReport, problem: str | None) -> None:
-        where = problem or (
+        replay = problem or (
             "no replay was written"
             if self._replay is None
             else f"the first difference can be replayed from {self._replay}"
         )
         error = DriftError(
             f"step {step}, rank {self.rank}: {report.tokens - report.bit_equal} of {report.tokens} logprobs are not "
-            f"equal to the last bit under contract {self.contract}; the first is {report.first_difference}; {where}",
+            f"bit-equal under contract {self.contract}; first: {report.first_difference}; {replay}",
             step=step,
             rank=self.rank,
             token=report.first_difference,
@@ -256,12 +274,13 @@ def _one_contract(contract: str | tuple[str, str]) -> str:
         )
     ):
         raise InputError(
-            f"contract: {contract!r:.200}, expected 'stock', an engine's contract id, or the pair of "
-            "rollout's and training's"
+            "contract: expected 'stock', an engine's contract id, or the pair of rollout's and training's ids, "
+            f"got {contract!r:.200}"
         )
     if len(set(ids)) > 1:
         raise InputError(
-            f"contract: rollout has {ids[0]!r}, training {ids[-1]!r}; bits of different contracts are not comparable"
+            f"contract: rollout has {ids[0]!r}, training has {ids[-1]!r}; "
+            "bits of different contracts are not comparable"
         )
     return ids[0]
 
@@ -271,9 +290,9 @@ def _with_ids(report: DriftReport, tokens: torch.Tensor | None) -> DriftReport:
         return report
     ids = tokens.detach().cpu()
 
-    def named(token):
+    def with_id(token):
         return dataclasses.replace(token, token_id=int(ids[token.sequence, token.position]))
 
     return dataclasses.replace(
-        report, first_difference=named(report.first_difference), worst=tuple(map(named, report.worst))
+        report, first_difference=with_id(report.first_difference), worst=tuple(map(with_id, report.worst))
     )

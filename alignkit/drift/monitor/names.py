@@ -1,8 +1,9 @@
-"""The drift metrics of the RL frameworks, under their names and by their formulas.
+"""Drift metrics of the RL frameworks, under their names and with their formulas.
 
-Write r and t for the logprobs of rollout and training, d = t - r. Everything is in float64 from the values as they are
-(the frameworks compute in fp32), over the tokens that the mask keeps, of one rank. A value that is not finite goes
-where the framework's formula takes it, mostly to NaN.
+Notation: r and t are the logprobs of rollout and training, d = t - r. Metrics are computed in float64 from the
+unmodified values (the frameworks compute in fp32), over the tokens of one rank that the mask selects. Nonfinite
+logprobs are not filtered: they propagate through the framework's formula, mostly to NaN. Names are keys in users'
+loggers, and docs/monitor.md lists them.
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ import torch
 from ..compare import DriftReport
 
 _VERL_BOUND = 20.0
-"""verl clamps log ratios to this before it squares them (`SAFETY_BOUND`)."""
-_ALWAYS = ("tokens", "bit_equal", "nonfinite", "max_abs")
-"""Of `DriftReport`, beside every framework's metrics: theirs are means, in which one token's last bit is lost."""
+"""verl's `SAFETY_BOUND`: log ratios are clamped to [-20, 20] before squaring."""
+_COUNTS = ("tokens", "bit_equal", "nonfinite", "max_abs")
+"""Fields of `DriftReport` added to every framework's metrics; a framework's means hide a one-bit difference."""
 
 
 def plain(report: DriftReport, rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """All of `DriftReport`, as ``drift/NAME``."""
+    """Return the numeric fields of `DriftReport` as ``drift/NAME``."""
     return report.metrics("drift/")
 
 
 def verl(report: DriftReport, rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """What verl logs: ``training/rollout_*`` as `calculate_debug_metrics` (verl/utils/debug/metrics.py) computes it,
-    ``rollout_corr/*`` as `compute_offpolicy_metrics` (verl/trainer/ppo/rollout_corr_helper.py) does."""
+    """Return verl's metrics.
+
+    ``training/rollout_*`` follow `calculate_debug_metrics` (verl/utils/debug/metrics.py), ``rollout_corr/*`` follow
+    `compute_offpolicy_metrics` (verl/trainer/ppo/rollout_corr_helper.py).
+    """
     r, t = rollout[mask].double(), training[mask].double()
     d = t - r
     row = mask.nonzero(as_tuple=True)[0]
-    # A mean over a sequence without a token is 0, as verl's masked_mean has it.
+    # The mean of a sequence without a token is 0, as in verl's masked_mean.
     count = mask.sum(1).clamp(min=1).double()
 
     def by_sequence(x: torch.Tensor) -> torch.Tensor:
@@ -66,8 +70,11 @@ def verl(report: DriftReport, rollout: torch.Tensor, training: torch.Tensor, mas
 
 
 def nemo_rl(report: DriftReport, rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """What NeMo-RL logs as ``train/NAME``: `ClippedPGLossFn` (nemo_rl/algorithms/loss/loss_functions.py), with its
-    defaults: the k3 estimator, token-level importance ratios, not truncated."""
+    """Return NeMo-RL's metrics as ``train/NAME``.
+
+    Follows `ClippedPGLossFn` (nemo_rl/algorithms/loss/loss_functions.py) with its defaults: the k3 estimator and
+    token-level importance ratios without truncation.
+    """
     r, t = rollout[mask].double(), training[mask].double()
     d = t - r
     mixture = torch.logaddexp(t, r) - math.log(2.0)
@@ -89,24 +96,24 @@ NAMES: dict[str, Callable[..., dict[str, float]]] = {"plain": plain, "verl": ver
 
 
 def _with_counts(report: DriftReport, metrics: dict[str, float]) -> dict[str, float]:
-    # + 0.0: no negative zero
+    # + 0.0 turns -0.0 into 0.0.
     return {
-        **{f"drift/{name}": getattr(report, name) for name in _ALWAYS},
+        **{f"drift/{name}": getattr(report, name) for name in _COUNTS},
         **{name: value + 0.0 if isinstance(value, float) else value for name, value in metrics.items()},
     }
 
 
 def _k3(x: torch.Tensor) -> torch.Tensor:
-    """exp(x) - 1 - x, without the cancellation that takes all of it for a small x."""
+    """Return exp(x) - 1 - x, with expm1 to avoid cancellation at small x."""
     return torch.expm1(x) - x
 
 
 def _chi2(x: torch.Tensor) -> float:
-    """The mean of exp(x)^2, less 1."""
+    """Return mean(exp(x)^2) - 1, with x clamped to verl's bound."""
     return torch.expm1(2.0 * x.clamp(-_VERL_BOUND, _VERL_BOUND)).mean().item()
 
 
 def _pearson(x: torch.Tensor, y: torch.Tensor) -> float:
-    """NaN for a single token, and where a side is constant."""
+    """Return the Pearson correlation; NaN for a single token or a constant side."""
     x, y = x - x.mean(), y - y.mean()
     return ((x * y).sum() / (x.norm() * y.norm())).clamp(-1.0, 1.0).item()

@@ -1,7 +1,7 @@
-"""The monitor's files: one a rank, a JSON object a line, only ever appended to.
+"""Record files of the monitor: one append-only JSON Lines file per rank.
 
-A process may be killed while it writes: its last line is then torn. Readers pass over a line that is not whole, and the
-next process of that rank begins a line of its own.
+A process killed during a write leaves an incomplete last line. Readers skip incomplete lines, and the next process of
+that rank starts a new line. `alignkit watch` and users' programs read the files: a changed key needs another `VERSION`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..compare import TokenDifference, finite_or_none
 VERSION = 1
 MAX_RANK = 99999
 MAX_LINE = 2**20
-"""Bytes of a line; a longer one is not the monitor's, and is passed over."""
+"""Maximum length of a line in bytes; a longer line is not the monitor's and is skipped."""
 RECORDS = re.compile(r"monitor-rank(\d{5})\.jsonl", re.ASCII)
 REPLAY = re.compile(r"replay-rank(\d{5})-step(\d{1,19})\.safetensors", re.ASCII)
 
@@ -38,7 +38,7 @@ def replay_name(rank: int, step: int) -> str:
 
 
 def token_json(token: TokenDifference) -> dict:
-    """Both values, and the bits of each as fp32 (exact for bf16 too): a NaN has bits, but no number in JSON."""
+    """Return the token with both values and their fp32 bits (exact for bf16 too), since JSON cannot hold a NaN."""
 
     def bits(x: float) -> str:
         return f"0x{struct.pack('>f', x).hex()}"
@@ -57,26 +57,24 @@ def token_json(token: TokenDifference) -> dict:
 
 
 class Appender:
-    """Appends lines to one rank's file, each by one write, so that a killed process tears at most its last."""
+    """Writer of one rank's file: each line is one write, so a killed process leaves at most one incomplete line."""
 
     def __init__(self, path: Path) -> None:
-        """Raises InputError where another process writes the file: two ranks were given one number."""
+        """Open and lock the file; raise InputError if another process writes it (two ranks share a number)."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise InputError(
-                f"rank: {path} is being written by another Monitor; each rank needs a number of its own"
-            ) from None
+            raise InputError(f"rank: each rank needs its own number, but {path} is open in another Monitor") from None
         except OSError as e:
-            # Some shared file systems have no locks; the file is then only as safe as the ranks are distinct.
+            # Some shared file systems have no locks; distinct ranks are then the only protection.
             if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 self.close()
                 raise
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
-            self._write(b"\n")  # after a torn line
+            self._write(b"\n")  # terminate an incomplete line
 
     def append(self, record: dict) -> None:
         self._write(json.dumps(finite_or_none(record), separators=(",", ":"), allow_nan=False).encode() + b"\n")
@@ -90,21 +88,21 @@ class Appender:
 
 
 class Lines:
-    """Complete lines of a file that may still grow, in bounded memory: each `read` goes on where the last one ended."""
+    """Reader of a growing file in bounded memory; each `read` continues at the end of the previous one."""
 
     def __init__(self) -> None:
         self.offset = 0
-        self._skipping = False  # within a line that is too long
+        self._skipping = False  # inside an overlong line
 
     def read(self, file: BinaryIO, limit: int) -> Iterator[bytes | None]:
-        """Lines from `offset` on, until about `limit` bytes were read or none is complete; None for one too long."""
+        """Yield complete lines, about `limit` bytes of them, from `offset`; None stands for an overlong line."""
         file.seek(self.offset)
         end = self.offset + limit
         while self.offset < end:
             piece = file.readline(MAX_LINE)
             whole = piece.endswith(b"\n")
             if not piece or (not whole and not self._skipping and len(piece) < MAX_LINE):
-                return  # the end, or a last line that is being written
+                return  # end of file, or an incomplete last line
             self.offset += len(piece)
             if not whole:
                 self._skipping = True
@@ -116,7 +114,7 @@ class Lines:
 
 
 def parse(line: bytes | None) -> dict | None:
-    """The record of a line; None if it is torn or not a record of this version."""
+    """Return the record in a line; None if it is incomplete or not a record of this version."""
     if line is None:
         return None
     try:
@@ -127,7 +125,7 @@ def parse(line: bytes | None) -> dict | None:
 
 
 def read_records(path: str | os.PathLike) -> Iterator[dict]:
-    """Each whole record of a rank's file, in the order written."""
+    """Yield the complete records of a rank's file in file order."""
     with open(path, "rb") as file:
         for line in Lines().read(file, os.fstat(file.fileno()).st_size):
             record = parse(line)
@@ -137,8 +135,10 @@ def read_records(path: str | os.PathLike) -> Iterator[dict]:
 
 @contextlib.contextmanager
 def opened(folder: int, name: str) -> Iterator[BinaryIO]:
-    """The regular file `name` of the open directory `folder`. Raises OSError for anything else: a link is not
-    followed, and a pipe not waited for."""
+    """Open the regular file `name` of the open directory `folder`.
+
+    Raises OSError for any other kind of file, without following links or blocking on pipes.
+    """
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -151,7 +151,7 @@ def _not_json(name: str) -> None:
 
 
 def _is_record(record) -> bool:
-    """Whether what readers use is there and of its type."""
+    """Return True if all fields that readers use exist and have the right type."""
     if not isinstance(record, dict) or record.get("version") != VERSION:
         return False
     drift, worst, first = (record.get(key) for key in ("drift", "worst", "first_difference"))

@@ -1,4 +1,7 @@
-"""What an alarm leaves on disk: the batch that differed, whole, and what computed it."""
+"""Replay files: the complete batch that raised an alarm, with its engines and weights digest.
+
+`alignkit bisect --tokens` reads them too. Another layout needs another `FORMAT_VERSION`.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +25,29 @@ from ..compare import DriftReport, compare_tensors
 FORMAT = "alignkit-replay"
 FORMAT_VERSION = "1"
 MAX_VALUES = 2**28
-"""Most values of one tensor of a file that is read."""
+"""Maximum number of values in one tensor of a replay file."""
 CONTEXT_NAME = re.compile(r"\w{1,100}", re.ASCII)
 _MAX_HEADER = 2**20
 _MAX_TENSORS = 100
 _CONTEXT = "context."
 _CHUNK = 2**24
-"""Bytes of weights that are on the CPU at a time."""
+"""Maximum size of a chunk of weights copied to the CPU, in bytes."""
 
 Weights = torch.nn.Module | Mapping[str, torch.Tensor] | Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 @dataclass
 class Replay:
-    """The batch of the first difference of a run.
+    """Batch with the first difference of a run.
 
-    rollout_logp, train_logp: ``[B, S]``, the bits that were compared. mask: ``[B, S]``, bool.
-    tokens: ``[B, S]``, int64, the sampled ids; None if the monitor was not given them.
-    context: the other tensors that `Monitor.log` was given, such as the prompts.
-    info: step, rank, contract, first_difference, machine and versions, weights (their digest), meta.
+    Attributes:
+        rollout_logp: Compared logprobs of the rollout engine, ``[B, S]``, fp32 or bf16.
+        train_logp: Compared logprobs of the training engine, ``[B, S]``, fp32 or bf16.
+        mask: ``[B, S]``, bool; true where the position is a sampled token.
+        tokens: Sampled token ids, ``[B, S]``, int64; None if `Monitor.log` did not receive them.
+        context: Other tensors that `Monitor.log` received, such as the prompts.
+        info: JSON object: step, rank, time, contract, first_difference, differing (number of tokens), machine with
+            versions, weights (their digest) and meta.
     """
 
     rollout_logp: torch.Tensor
@@ -51,12 +58,19 @@ class Replay:
     info: dict = field(default_factory=dict)
 
     def report(self, worst: int = 10) -> DriftReport:
-        """The comparison, once more."""
+        """Repeat the comparison.
+
+        Args:
+            worst: Maximum number of tokens in `DriftReport.worst`.
+
+        Returns:
+            The report of `compare_tensors` for this batch.
+        """
         return compare_tensors(self.rollout_logp, self.train_logp, self.mask, worst=worst)
 
 
 def save_replay(path: Path, replay: Replay) -> None:
-    """Writes `replay`, on the disk and under its name only when it is whole."""
+    """Write `replay` atomically and flush it to disk."""
     tensors = {
         "rollout_logp": replay.rollout_logp,
         "train_logp": replay.train_logp,
@@ -64,7 +78,7 @@ def save_replay(path: Path, replay: Replay) -> None:
         "tokens": replay.tokens,
         **{_CONTEXT + name: x for name, x in replay.context.items()},
     }
-    # Copies: safetensors takes no two tensors of one memory, and rollout may be training.
+    # Clone: safetensors rejects tensors that share memory, and the caller may pass one tensor twice.
     tensors = {
         name: x.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, x in tensors.items()
@@ -88,10 +102,17 @@ def save_replay(path: Path, replay: Replay) -> None:
 
 
 def load_replay(path: str | os.PathLike) -> Replay:
-    """Reads what a monitor wrote.
+    """Read a replay written by a `Monitor`, bit for bit.
 
-    Raises InputError, naming the file and what is wrong with it, before a tensor is read: absent, truncated, not a
-    replay, of another format version, or too large.
+    Args:
+        path: Replay file.
+
+    Returns:
+        The stored batch, on the CPU.
+
+    Raises:
+        InputError: The file is missing, truncated, not a replay, of another format version, inconsistent, or too
+            large. Names the file and the problem; sizes are checked before a tensor is read.
     """
     path = Path(path)
     with bounded.opened(path, "a replay", _MAX_HEADER) as (file, metadata):
@@ -109,12 +130,17 @@ def load_replay(path: str | os.PathLike) -> Replay:
 
 
 def weights_digest(weights: Weights) -> dict:
-    """A digest of weights: ``{"sha256", "tensors", "bytes"}``.
+    """Return a SHA-256 digest of named weights.
 
-    weights: a module (its parameters and buffers, tied ones once), a mapping of names to tensors (what is no tensor is
-        left out), or a function that returns pairs of name and tensor. Of a DTensor, what this rank holds.
+    The digest covers names, dtypes, shapes and bits, independent of the tensors' order. Weights are read in chunks of
+    at most 16 MiB.
 
-    Names, types, shapes and bits count, the order of the tensors does not. Reads 16 MiB at a time.
+    Args:
+        weights: A module (its parameters and buffers, tied ones once), a mapping from name to tensor (other values are
+            skipped), or a function that returns (name, tensor) pairs. For a DTensor, only the local shard is read.
+
+    Returns:
+        ``{"sha256": hex digest, "tensors": number of tensors, "bytes": total size}``.
     """
     if isinstance(weights, torch.nn.Module):
         pairs = [*weights.named_parameters(), *weights.named_buffers()]
@@ -137,12 +163,12 @@ def weights_digest(weights: Weights) -> dict:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The values in order, as tensors of one dimension and at most `_CHUNK` bytes."""
-    most = _CHUNK // tensor.element_size()
-    if tensor.is_contiguous() or tensor.numel() <= most:
-        yield from tensor.reshape(-1).split(most)
+    """Yield the values in order as one-dimensional tensors of at most `_CHUNK` bytes."""
+    size = _CHUNK // tensor.element_size()
+    if tensor.is_contiguous() or tensor.numel() <= size:
+        yield from tensor.reshape(-1).split(size)
         return
-    rows = most // (tensor.numel() // len(tensor))
+    rows = size // (tensor.numel() // len(tensor))
     for part in tensor.split(rows) if rows else tensor:
         yield from _chunks(part)
 
@@ -150,7 +176,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _check_header(path: Path, file: safe_open) -> None:
     names = list(file.keys())
     if len(names) > _MAX_TENSORS:
-        raise InputError(f"{path}: {len(names)} tensors, more than the {_MAX_TENSORS} of a replay")
+        raise InputError(f"{path}: a replay holds at most {_MAX_TENSORS} tensors, got {len(names)}")
     shape = None
     for name in ("rollout_logp", "train_logp", "mask", *(n for n in names if n == "tokens")):
         if name not in names:
@@ -160,12 +186,12 @@ def _check_header(path: Path, file: safe_open) -> None:
         types = {"mask": ("BOOL",), "tokens": ("I64",)}.get(name, ("F32", "BF16"))
         if header.get_dtype() not in types or header.get_shape() != shape or len(shape) != 2:
             raise InputError(
-                f"{path}: tensor {name!r} is {header.get_dtype()} of shape {header.get_shape()}, expected "
-                f"{' or '.join(types)} of the shape [B, S] of 'rollout_logp'"
+                f"{path}: tensor {name!r}: expected {' or '.join(types)} of the shape [B, S] of 'rollout_logp', "
+                f"got {header.get_dtype()} of shape {header.get_shape()}"
             )
     for name in names:
         values = 1
         for n in file.get_slice(name).get_shape():
             values *= n
         if values > MAX_VALUES:
-            raise InputError(f"{path}: tensor {name!r} holds {values} values, more than {MAX_VALUES}")
+            raise InputError(f"{path}: tensor {name!r}: at most {MAX_VALUES} values are supported, got {values}")

@@ -1,4 +1,4 @@
-"""Where metrics go beside the monitor's own file."""
+"""Metric sinks of the monitor: TensorBoard, Weights & Biases and user functions."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ...errors import InputError, UnsupportedError
 Sink = Callable[[int, dict[str, float]], None]
 
 
-def make(sinks: Iterable[str | Sink] | None, directory: Path, rank: int) -> list[Sink]:
-    """The functions to call with each step's metrics; `Monitor` says what `sinks` may hold."""
+def make_sinks(sinks: Iterable[str | Sink] | None, directory: Path, rank: int) -> list[Sink]:
+    """Return the functions to call with each step and its metrics; `Monitor` documents `sinks`."""
     if sinks is None:
         return [sink for sink in (_tensorboard(directory, rank), _wandb) if sink is not None]
     if isinstance(sinks, str):
-        raise InputError(f"sinks: {sinks!r}, expected a list")
-    made = []
+        raise InputError(f"sinks: expected a list, got {sinks!r}")
+    functions = []
     for sink in sinks:
         if sink == "tensorboard":
-            made.append(_tensorboard(directory, rank))
-            if made[-1] is None:
+            functions.append(_tensorboard(directory, rank))
+            if functions[-1] is None:
                 raise UnsupportedError(
-                    "sinks: 'tensorboard' needs torch.utils.tensorboard, which cannot be imported: "
-                    "pip install tensorboard"
+                    "sinks: 'tensorboard' needs torch.utils.tensorboard, which cannot be imported. "
+                    "Run pip install tensorboard."
                 )
         elif sink == "wandb":
-            made.append(_wandb)
+            functions.append(_wandb)
         elif callable(sink):
-            made.append(sink)
+            functions.append(sink)
         else:
-            raise InputError(f"sinks: {sink!r:.80} is neither 'tensorboard' nor 'wandb' nor a function")
-    return made
+            raise InputError(f"sinks: expected 'tensorboard', 'wandb' or a function, got {sink!r:.80}")
+    return functions
 
 
 def _tensorboard(directory: Path, rank: int) -> Sink | None:
@@ -51,8 +51,11 @@ def _tensorboard(directory: Path, rank: int) -> Sink | None:
 
 
 def _wandb(step: int, metrics: dict[str, float]) -> None:
-    """To the active run, if the loop has imported wandb and begun one: it is never begun here. wandb drops what is logged
-    for a step before its own, which loops that log several times in a step are ahead by: that joins wandb's own step."""
+    """Log to the active W&B run, if the training loop imported wandb and started one.
+
+    wandb drops data logged for a step before the run's own. A loop that logs several times per step advances the run's
+    step beyond `step`; the metrics are then logged at the run's step.
+    """
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is not None:
         run.log(metrics | {"drift/step": step}, step=max(step, run.step))

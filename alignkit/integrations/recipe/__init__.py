@@ -1,4 +1,8 @@
-"""What alignkit refuses of a framework's recipe, and what it does with the rest: `alignkit doctor --recipe`, and at a run's start."""
+"""Check of a framework's recipe, for `alignkit doctor --recipe` and at the start of a run.
+
+A framework is a module here, with functions `judge` and `uses_megatron` and the optional `ENABLING_SETTING`, plus an
+entry in `_TABLES` and in `reading.FRAMEWORKS`.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,14 @@ from alignkit.errors import InputError, UnsupportedError
 
 from .reading import Recipe, Setting, from_config, read
 
-REFUSED, PASSES, ADD, UNKNOWN = "refused", "passes", "add", "unknown"
+REFUSED, PASSES, ADD, UNKNOWN = "unsupported", "supported", "add", "unknown"
+"""Verdicts on a setting."""
 _TABLES = {"verl": "verl", "NeMo-RL": "nemo_rl", "slime": "slime"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is said of one setting. verdict: one of the words above. change: what to do about it, if anything can be done."""
+    """The verdict on one setting, with the reason (`why`) and the remedy (`change`), if any."""
 
     setting: Setting
     verdict: str
@@ -31,60 +36,64 @@ class Finding:
 
 
 def examine(recipe: Recipe) -> list[Finding]:
-    """What alignkit says of the settings of a recipe that have to do with its numbers, in their order."""
+    """Return the findings on all settings of a recipe that affect numerics, in order."""
     return list(_table(recipe).judge(recipe))
 
 
 def check(framework: str, config: dict[str, Any]) -> None:
-    """Raises UnsupportedError naming all that alignkit refuses of a configuration that `framework` has composed."""
+    """Raise UnsupportedError with all unsupported settings of a configuration that `framework` has composed."""
     refused = [str(f) for f in examine(from_config(framework, config)) if f.verdict == REFUSED]
     if refused:
-        raise UnsupportedError(f"alignkit cannot keep this recipe aligned: {'; '.join(refused)}")
+        raise UnsupportedError(f"recipe: unsupported settings: {'; '.join(refused)}")
 
 
 def report(path: Path) -> tuple[list[str], bool]:
-    """(what is said of the recipe in a file, whether nothing of it is refused)."""
+    """Check the recipe in a file; return (lines of text, whether all settings are supported)."""
     recipe = read(path)
     findings = examine(recipe)
-    said = [f"{path}: a recipe of {recipe.framework}"]
-    said += [f"  {f}" for verdict in (REFUSED, UNKNOWN, ADD, PASSES) for f in findings if f.verdict == verdict]
+    lines = [f"{path}: {recipe.framework} recipe"]
+    lines += [f"  {f}" for verdict in (REFUSED, UNKNOWN, ADD, PASSES) for f in findings if f.verdict == verdict]
     counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in (REFUSED, PASSES)}
     rest = len(recipe.settings.keys() - {f.setting.key for f in findings})
-    said.append(f"{counts[REFUSED]} refused, {counts[PASSES]} pass, {rest} have no part in the numbers")
-    if (line := _missing(recipe, findings)) is not None:
-        said.append(f"without {line} the run is stock")
-    return said, not counts[REFUSED]
+    lines.append(f"{counts[REFUSED]} unsupported, {counts[PASSES]} supported, {rest} do not affect numerics")
+    if (setting := _missing(recipe, findings)) is not None:
+        lines.append(f"without {setting} the run is not aligned")
+    return lines, not counts[REFUSED]
 
 
 def survey(folder: Path) -> tuple[list[str], bool]:
-    """(a line for each recipe below a folder that is trained by Megatron-core, and how many of them are served; whether all are)."""
-    said, served, others = [], 0, 0
+    """Check the Megatron-core recipes in a folder; return (lines of text, whether all recipes are supported)."""
+    lines, supported, others = [], 0, 0
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".yaml", ".yml", ".sh")):
         try:
             recipe = read(path)
-        except InputError:  # no recipe
+        except InputError:  # not a recipe
             continue
-        if not _table(recipe).by_megatron(recipe):
+        if not _table(recipe).uses_megatron(recipe):
             others += 1
             continue
         findings = examine(recipe)
         refused = [f for f in findings if f.verdict == REFUSED]
-        served += not refused
+        supported += not refused
         reasons = "; ".join(f"{f.setting}: {f.why}" for f in refused)
-        line = _missing(recipe, findings)
-        how = "served" if line is None else f"served, with {line}"
-        said.append(f"{path.relative_to(folder)}: " + (f"refused: {reasons}" if refused else how))
-    found = len(said)
+        setting = _missing(recipe, findings)
+        verdict = PASSES if setting is None else f"{PASSES}; add {setting}"
+        lines.append(f"{path.relative_to(folder)}: " + (f"{REFUSED}: {reasons}" if refused else verdict))
+    found = len(lines)
     if not found + others:
-        raise InputError(f"recipe: none of verl, NeMo-RL or slime below {folder}")
-    said.append(f"{served} of {found} recipes that Megatron-core trains are served; {others} are trained otherwise")
-    return said, served == found
+        raise InputError(f"recipe: {folder} contains no recipes of verl, NeMo-RL or slime")
+    lines.append(
+        f"{supported} of {found} Megatron-core recipes are supported; {others} recipes use other training backends"
+    )
+    return lines, supported == found
 
 
 def _missing(recipe: Recipe, findings: list[Finding]) -> Setting | None:
-    """The line that aligns the framework, if there is one and the recipe does not show it."""
-    line = getattr(_table(recipe), "LINE", None)
-    return next((f.setting for f in findings if f.verdict == ADD and (f.setting.key, f.setting.value) == line), None)
+    """Return the setting that enables alignkit in the framework, if the recipe lacks it."""
+    enabling = getattr(_table(recipe), "ENABLING_SETTING", None)
+    return next(
+        (f.setting for f in findings if f.verdict == ADD and (f.setting.key, f.setting.value) == enabling), None
+    )
 
 
 def _table(recipe: Recipe) -> Any:

@@ -1,4 +1,4 @@
-"""NeMo-RL's settings: which of them have a part in the numbers, and what each may be."""
+"""Rules for NeMo-RL's settings that affect numerics. Keys are those of NeMo-RL's YAML files."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
 from .engines import megatron_refusal, model, vllm_refusal
 from .reading import Recipe, Setting
 
-LINE = ("PYTHONPATH", "$(python -m alignkit.integrations.startup):$PYTHONPATH")
+ENABLING_SETTING = ("PYTHONPATH", "$(python -m alignkit.integrations.startup):$PYTHONPATH")
+"""The setting that enables alignkit."""
 
 MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "policy.megatron_cfg.enabled": ((True,), "training: only Megatron-core is aligned", "enable policy.megatron_cfg"),
-    "policy.generation.backend": (("vllm",), "only vLLM is aligned", "set it to vllm"),
+    "policy.megatron_cfg.enabled": ((True,), "training: only Megatron-core is supported", "enable policy.megatron_cfg"),
+    "policy.generation.backend": (("vllm",), "only vLLM is supported", "set it to vllm"),
     "policy.precision": (("bfloat16", "float32"), "fp16", "set it to bfloat16"),
-    "policy.generation.top_p": ((1, 1.0), "its logprobs cannot be recomputed from the tokens alone", "set it to 1.0"),
-    "policy.generation.top_k": ((None, -1), "its logprobs cannot be recomputed from the tokens alone", "set it to null"),
+    "policy.generation.top_p": ((1, 1.0), "training recomputes logprobs from the tokens alone", "set it to 1.0"),
+    "policy.generation.top_k": ((None, -1), "training recomputes logprobs from the tokens alone", "set it to null"),
     "policy.generation.vllm_cfg.precision": (("bfloat16", "float32"), "quantization", "set it to ${policy.precision}"),
-    "policy.generation.quant_cfg": ((None,), "quantization", "leave it out"),
-    "policy.draft.enabled": ((False,), "speculative decoding", "leave it out"),
-    "policy.quant_cfg": ((None,), "quantization", "leave it out"),
-    "policy.router_replay.enabled": ((False,), "routing replay (MoE)", "leave it out"),
-    "policy.generation.refit_transport": ((None, "ipc", "nccl"), "vLLM workers of a class of its own", "leave it out"),
+    "policy.generation.quant_cfg": ((None,), "quantization", "remove it"),
+    "policy.draft.enabled": ((False,), "speculative decoding", "remove it"),
+    "policy.quant_cfg": ((None,), "quantization", "remove it"),
+    "policy.router_replay.enabled": ((False,), "routing replay (MoE)", "remove it"),
+    "policy.generation.refit_transport": ((None, "ipc", "nccl"), "it uses custom vLLM workers", "remove it"),
     "distillation.topk_logits_k": ((), "distillation from logits", ""),
 }  # fmt: skip
-"""Key -> the values that it may have, why no other, and what to do."""
+"""Key -> (supported values, the reason against others, the remedy)."""
 
 OWN: dict[str, tuple[tuple[Any, ...], str]] = {
     "peft.enabled": ((False,), "LoRA"),
     "fp8_cfg.enabled": ((False,), "fp8"),
-    "use_fused_linear_logprobs": ((False,), "logprobs from hidden states by a function of NeMo-RL's"),
-    "fine_grained_activation_offloading": ((False,), "activations that are sent away"),
+    "use_fused_linear_logprobs": ((False,), "fused linear logprobs of NeMo-RL"),
+    "fine_grained_activation_offloading": ((False,), "activation offloading"),
 }
-"""NeMo-RL's own fields of `megatron_cfg` -> the values that they may have, and what others ask for."""
+"""NeMo-RL's own field of `megatron_cfg` -> (supported values, the feature that other values enable)."""
 FREE = re.compile(
     r"enabled|(optimizer|scheduler|distributed_data_parallel_config|checkpoint|peft|fp8_cfg|env_vars)\..*|env_vars|"
     r"force_reconvert_from_hf|empty_unused_memory_level|activation_checkpointing|freeze_moe_router|use_gloo_process_groups|"
@@ -46,12 +47,12 @@ SERVING = re.compile(
     r"env_vars|skip_mm_profiling|moe_backend|use_deep_gemm|is_mx|quantization_ignored_layer_kws|num_(first|last)_layers_in_bf16|"
     r"precision|async_engine"
 )
-"""NeMo-RL's own arguments of its vLLM workers that change no number of a model which is not quantized."""
+"""NeMo-RL's own arguments of vLLM workers that do not affect the numerics of unquantized models."""
 _MEGATRON, _VLLM = "policy.megatron_cfg.", re.compile(r"policy\.generation\.vllm_(?:cfg|kwargs)\.([^.]+).*")
 
 
 def judge(recipe: Recipe) -> Iterator[Finding]:
-    """See `examine`."""
+    """Yield the findings of `examine`."""
     experts = None
     if "policy.model_name" in recipe.settings:
         setting = recipe.settings["policy.model_name"]
@@ -76,30 +77,26 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
         elif key == "policy.generation.vllm_cfg.expert_parallel_size":
             ranks = recipe.get("policy.generation.vllm_cfg.tensor_parallel_size", 1)
             good = setting.value in (1, ranks)
-            why = f"data parallelism inside vLLM: more ranks than the {ranks} of tensor_parallel_size"
+            why = f"data parallelism inside vLLM: must be 1 or tensor_parallel_size ({ranks})"
             yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why)
         elif key == "policy.generation.temperature":
             mode = "policy.generation.vllm_cfg.logprobs_mode"
             raw = setting.value != 1 and recipe.get(mode) != "processed_logprobs"
             good = isinstance(setting.value, (int, float)) and setting.value > 0 and not raw
-            why, change = (
-                ("raw logprobs are those at temperature 1", f"set {mode}=processed_logprobs") if raw else ("", "")
-            )
+            why, change = ("raw logprobs require temperature 1", f"set {mode}=processed_logprobs") if raw else ("", "")
             yield (
-                Finding(setting, PASSES, "")
-                if good
-                else Finding(setting, REFUSED, why or "it must be positive", change)
+                Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why or "must be positive", change)
             )
         elif key.startswith(_MEGATRON) and recipe.get("policy.megatron_cfg.enabled"):
             yield _training(setting, key.removeprefix(_MEGATRON), others)
         elif (match := _VLLM.fullmatch(key)) and not SERVING.fullmatch(match[1]):
             why = vllm_refusal(match[1], setting.value)
             yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
-    yield Finding(Setting(*LINE), ADD, "in the environment of the run: the line that aligns NeMo-RL")
+    yield Finding(Setting(*ENABLING_SETTING), ADD, "to the environment of the run: enables alignkit in NeMo-RL")
 
 
-def by_megatron(recipe: Recipe) -> bool:
-    """Whether it is trained by Megatron-core."""
+def uses_megatron(recipe: Recipe) -> bool:
+    """Return whether the recipe trains with Megatron-core."""
     return recipe.get("policy.megatron_cfg.enabled") is True
 
 

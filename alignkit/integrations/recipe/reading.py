@@ -1,5 +1,8 @@
-"""A recipe as a table of settings, each with the line that it stands on: YAML, or a shell script that gives a framework's command
-its arguments. Nothing is run: a script's variables are those that it gives values itself, or defaults of `${NAME:-default}`."""
+"""Parser of recipes: YAML files, and shell scripts that call a framework, as tables of settings with line numbers.
+
+Scripts are not executed. Variables take the values that the script assigns, or the defaults in `${NAME:-default}`.
+tests/integrations/test_recipe.py holds the supported forms of scripts.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from typing import Any
 from alignkit.errors import InputError
 
 FRAMEWORKS = {"verl": "actor_rollout_ref.", "NeMo-RL": "policy.", "slime": "--"}
-"""Framework -> how the keys of its recipes begin."""
+"""Framework -> prefix of its settings."""
 MODEL_OF_SLIME = "--hf-checkpoint"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: its value as YAML reads it. where: ``file:line``, empty for one that no file says."""
+    """One setting with its YAML value. where: ``file:line``, or empty if it comes from no file."""
 
     key: str
     value: Any
@@ -30,7 +33,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Recipe:
-    """settings: by key; of several for one key, the one that holds."""
+    """The settings of a recipe by key; for a repeated key, the one in effect."""
 
     framework: str
     settings: dict[str, Setting]
@@ -41,22 +44,24 @@ class Recipe:
 
 
 def from_config(framework: str, config: dict[str, Any]) -> Recipe:
-    """The recipe that a framework has composed itself."""
+    """Return the recipe for a configuration that a framework has composed."""
     return Recipe(framework, {key: Setting(key, value) for key, value in _flat(config)})
 
 
 def read(path: Path) -> Recipe:
-    """The recipe in a file. Raises InputError for one that is no recipe of a known framework."""
+    """Return the recipe in a file; raise InputError if it is no recipe of a supported framework."""
     try:
         settings = _yaml(path) if path.suffix in (".yaml", ".yml") else _shell(path)
     except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"recipe: {path} cannot be read: {e}") from None
+        raise InputError(f"recipe: cannot read {path}: {e}") from None
     counts = {name: sum(key.startswith(begins) for key in settings) for name, begins in FRAMEWORKS.items()}
-    if MODEL_OF_SLIME not in settings:  # other programs have options too, and slime files of a model's sizes alone
+    if (
+        MODEL_OF_SLIME not in settings
+    ):  # scripts of other programs have options too, and some slime files contain only model sizes
         del counts["slime"]
     framework = max(counts, key=lambda name: counts[name])
     if not counts[framework]:
-        raise InputError(f"recipe: {path} has no settings of {', '.join(FRAMEWORKS)}")
+        raise InputError(f"recipe: {path} contains no settings of {', '.join(FRAMEWORKS)}")
     return Recipe(framework, settings)
 
 
@@ -69,7 +74,7 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _parsed(text: str) -> Any:
-    """What YAML reads in a value, also hydra's `1e-6`; text that it cannot read is itself."""
+    """Return a value parsed as YAML, or the text itself if it is not valid YAML."""
     import yaml
 
     try:
@@ -84,7 +89,7 @@ def _yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Setting]:
     try:
         root = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
     except yaml.YAMLError as e:
-        raise InputError(f"recipe: {path} is no YAML: {e}") from None
+        raise InputError(f"recipe: {path} is not valid YAML: {e}") from None
     own: dict[str, Setting] = {}
 
     def walk(node, key: str) -> None:
@@ -113,7 +118,7 @@ _WHOLE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def _resolved(setting: Setting, settings: dict[str, Setting], depth: int = 8) -> Setting:
-    """The setting whose value is another's, by ``${other}``."""
+    """Return the setting with a value ``${other}`` replaced by that setting's value."""
     match = _WHOLE.fullmatch(setting.value) if isinstance(setting.value, str) else None
     if match is None or not depth or match[1] not in settings:
         return setting
@@ -126,7 +131,7 @@ _OVERRIDE = re.compile(r"(?:^|[\s\"'(])[+~]*([A-Za-z_][\w]*(?:\.[\w]+)*)=((?:\"[
 _FLAG = re.compile(r"(?:^|\s)(--[a-z][\w-]*)(?:[=\s]+((?:\"[^\"]*\"|'[^']*'|(?!--)[^\s\\])+))?")
 _SOURCED = re.compile(r"^\s*(?:source|\.)\s+\"?(?:\$\{?\w+\}?/)?([^\s\"]+)")
 _GROUPS = ("model_engine",)
-"""Overrides of hydra without a dot that choose a file of settings."""
+"""Hydra overrides without a dot that select a configuration file."""
 
 
 def _shell(path: Path, variables: dict[str, str] | None = None) -> dict[str, Setting]:

@@ -1,4 +1,4 @@
-"""slime's arguments: its rollout is SGLang, which alignkit does not align, so that no recipe of slime's is served."""
+"""Rules for slime's arguments. slime samples with SGLang, so none of its recipes is supported."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FIELDS = {"--num-experts": "num_moe_experts"}
 
 
 def judge(recipe: Recipe) -> Iterator[Finding]:
-    """See `examine`."""
-    yield Finding(Setting("rollout", "sglang"), REFUSED, "slime samples with SGLang; only vLLM is aligned")
+    """Yield the findings of `examine`."""
+    yield Finding(Setting("rollout", "sglang"), REFUSED, "slime samples with SGLang; only vLLM is supported")
     if (setting := recipe.settings.get("--hf-checkpoint")) is not None:
         found = model(setting.value)
         yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[found.supported], found.why)
@@ -30,17 +30,17 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
         if key in _SAMPLED:
             good = setting.value in _SAMPLED[key]
             yield (
-                Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, "recomputed from the tokens alone")
+                Finding(setting, PASSES, "")
+                if good
+                else Finding(setting, REFUSED, "training recomputes logprobs from the tokens alone")
             )
         elif key in _DROPOUT:
-            yield (
-                Finding(setting, PASSES, "") if not setting.value else Finding(setting, REFUSED, "dropout in training")
-            )
+            yield (Finding(setting, PASSES, "") if not setting.value else Finding(setting, REFUSED, "dropout"))
         elif key in _MEGATRON:
             why = megatron_refusal(_FIELDS.get(key, key[2:].replace("-", "_")), setting.value, others)
             yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
 
 
-def by_megatron(recipe: Recipe) -> bool:
-    """Whether it is trained by Megatron-core."""
+def uses_megatron(recipe: Recipe) -> bool:
+    """Return whether the recipe trains with Megatron-core."""
     return recipe.get("--train-backend", "megatron") == "megatron"

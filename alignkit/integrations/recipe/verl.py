@@ -1,4 +1,4 @@
-"""verl's settings: which of them have a part in the numbers, and what each may be."""
+"""Rules for verl's settings that affect numerics. Keys are those of verl's Hydra configuration."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
 from .engines import megatron_refusal, model, vllm_refusal
 from .reading import Recipe, Setting
 
-LINE = ("actor_rollout_ref.model.external_lib", "alignkit.integrations.verl")
+ENABLING_SETTING = ("actor_rollout_ref.model.external_lib", "alignkit.integrations.verl")
+"""The setting that enables alignkit."""
 _MODEL, _ROLLOUT = "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
 
 MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    _ROLLOUT + "name": (("vllm",), "only vLLM is aligned", "set it to vllm"),
-    _ROLLOUT + "top_p": ((1, 1.0), "its logprobs cannot be recomputed from the tokens alone", "set it to 1"),
-    _ROLLOUT + "top_k": ((-1, 0), "its logprobs cannot be recomputed from the tokens alone", "set it to -1"),
+    _ROLLOUT + "name": (("vllm",), "only vLLM is supported", "set it to vllm"),
+    _ROLLOUT + "top_p": ((1, 1.0), "training recomputes logprobs from the tokens alone", "set it to 1"),
+    _ROLLOUT + "top_k": ((-1, 0), "training recomputes logprobs from the tokens alone", "set it to -1"),
     _ROLLOUT + "dtype": (("bfloat16", "float32"), "", "set it to bfloat16"),
-    _ROLLOUT + "quantization": ((None,), "quantization", "leave it out"),
-    _ROLLOUT + "qat.enable": ((False,), "quantization", "leave it out"),
-    _ROLLOUT + "full_determinism": ((False,), "it sets VLLM_BATCH_INVARIANT=1, other kernels", "leave it out"),
-    _ROLLOUT + "enable_rollout_routing_replay": ((False,), "routing replay (MoE)", "leave it out"),
-    _ROLLOUT + "disaggregation.enabled": ((False,), "KV cache transfer", "leave it out"),
+    _ROLLOUT + "quantization": ((None,), "quantization", "remove it"),
+    _ROLLOUT + "qat.enable": ((False,), "quantization", "remove it"),
+    _ROLLOUT + "full_determinism": ((False,), "it sets VLLM_BATCH_INVARIANT=1 (other kernels)", "remove it"),
+    _ROLLOUT + "enable_rollout_routing_replay": ((False,), "routing replay (MoE)", "remove it"),
+    _ROLLOUT + "disaggregation.enabled": ((False,), "KV cache transfer", "remove it"),
     _ROLLOUT + "layered_summon": ((False, True), "", ""),
-    _MODEL + "lora_rank": ((0,), "LoRA", "leave it out"),
-    _MODEL + "lora.rank": ((0,), "LoRA", "leave it out"),
-    _MODEL + "lora_adapter_path": ((None,), "LoRA", "leave it out"),
-    _MODEL + "mtp.enable": ((False,), "multi-token prediction", "leave it out"),
-    _MODEL + "load_tokenizer": ((True,), "the vocabulary is the tokenizer's", "leave it out"),
+    _MODEL + "lora_rank": ((0,), "LoRA", "remove it"),
+    _MODEL + "lora.rank": ((0,), "LoRA", "remove it"),
+    _MODEL + "lora_adapter_path": ((None,), "LoRA", "remove it"),
+    _MODEL + "mtp.enable": ((False,), "multi-token prediction", "remove it"),
+    _MODEL + "load_tokenizer": ((True,), "the tokenizer determines the vocabulary size", "remove it"),
     _MODEL + "use_fused_kernels": ((True, False), "", ""),
-    _MODEL + "use_remove_padding": ((True,), "padded rows come with a mask that is not Megatron's", "set it to True"),
+    _MODEL + "use_remove_padding": ((True,), "padded rows use another attention mask", "set it to True"),
     "algorithm.adv_estimator": (
         ("gae", "grpo", "grpo_vectorized", "grpo_passk", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
          "remax", "rloo", "rloo_vectorized", "opo", "gdpo"),
-        "it takes a sum over the vocabulary that is not aligned, or is not known",
+        "it computes a sum over the vocabulary that is not aligned, or is unknown",
         "",
     ),
-    "distillation.enabled": ((False,), "distillation from logits", "leave it out"),
+    "distillation.enabled": ((False,), "distillation from logits", "remove it"),
 }  # fmt: skip
-"""Key -> the values that it may have, why no other, and what to do."""
+"""Key -> (supported values, the reason against others, the remedy)."""
 
 VLLM = {
     "data_parallel_size": "data_parallel_size",
@@ -51,30 +52,30 @@ VLLM = {
     "enable_prefix_caching": "enable_prefix_caching",
     "load_format": "load_format",
 }
-"""A setting of verl's rollout -> the argument of vLLM's engine."""
+"""Setting of verl's rollout -> argument of vLLM's engine."""
 
 TRAINING = re.compile(r"(?:actor_rollout_ref\.(?:actor|ref)|critic)\.megatron\.(.+)")
 _ENGINE_KWARGS = _ROLLOUT + "engine_kwargs.vllm."
 OWN: dict[str, tuple[tuple[Any, ...], str]] = {
     "dtype": (("bfloat16", "float32"), "fp16"),
-    "use_mbridge": ((True,), "models that no bridge builds"),
-    "use_megatron_fsdp": ((False,), "parameters that are sharded (FSDP)"),
-    "dynamic_context_parallel": ((False,), "context parallelism of several sizes"),
+    "use_mbridge": ((True,), "models built without a bridge"),
+    "use_megatron_fsdp": ((False,), "sharded parameters (Megatron-FSDP)"),
+    "dynamic_context_parallel": ((False,), "dynamic context parallelism"),
     "qat.enable": ((False,), "quantization"),
     "router_replay.mode": (("disabled",), "routing replay (MoE)"),
 }
-"""verl's own fields of a Megatron engine -> the values that they may have, and what others ask for."""
+"""verl's own field of a Megatron engine -> (supported values, the feature that other values enable)."""
 FREE = re.compile(
     r"param_offload|optimizer_offload|grad_offload|use_distributed_optimizer|use_dist_checkpointing|dist_ckpt.*|distrib_.*|"
     r"dist_checkpointing.*|entropy_from_logits.*|max_seqlen_per_dp_cp_rank|pad_.*|override_ddp_config.*|seed|load_weight|"
     r"override_mcore_model_config|vanilla_mbridge|use_remove_padding|use_fused_kernels|forward_only|qat\..*|"
     r"router_replay\..*|extra.*|use_checkpoint_opt_param_scheduler|_target_|strategy"
 )
-"""Of those, the ones that change no number, or whose consequences are looked at when the model is built."""
+"""Fields that do not affect numerics, or whose effects are checked when the model is built."""
 
 
 def judge(recipe: Recipe) -> Iterator[Finding]:
-    """See `examine`."""
+    """Yield the findings of `examine`."""
     yield _strategy(recipe)
     others = {}
     if _MODEL + "path" in recipe.settings:
@@ -87,12 +88,12 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
             others[match[1].removeprefix("override_transformer_config.")] = setting.value
     for setting in recipe.settings.values():
         yield from _setting(setting, recipe, others)
-    key, module = LINE
+    key, module = ENABLING_SETTING
     given = recipe.get(key)
     if module not in (given if isinstance(given, list) else [given]):
-        yield Finding(Setting(key, module), ADD, "the line that aligns verl")
+        yield Finding(Setting(key, module), ADD, "enables alignkit in verl")
     if not recipe.get(_ROLLOUT + "calculate_log_probs", False):
-        yield Finding(Setting(_ROLLOUT + "calculate_log_probs", True), ADD, "to see training/rollout_probs_diff_max")
+        yield Finding(Setting(_ROLLOUT + "calculate_log_probs", True), ADD, "reports training/rollout_probs_diff_max")
 
 
 def _strategy(recipe: Recipe) -> Finding:
@@ -103,18 +104,18 @@ def _strategy(recipe: Recipe) -> Finding:
         if "megatron" in str(setting.value):
             return Finding(setting, PASSES, "trained by Megatron-core")
     shown = found[0] if found else Setting(keys[0], "fsdp")
-    return Finding(shown, REFUSED, "training: only Megatron-core is aligned", "set model_engine=megatron")
+    return Finding(shown, REFUSED, "training: only Megatron-core is supported", "set model_engine=megatron")
 
 
-def by_megatron(recipe: Recipe) -> bool:
-    """Whether it is trained by Megatron-core."""
+def uses_megatron(recipe: Recipe) -> bool:
+    """Return whether the recipe trains with Megatron-core."""
     return _strategy(recipe).verdict == PASSES
 
 
 def _setting(setting: Setting, recipe: Recipe, others: dict[str, Any]) -> Iterator[Finding]:
     key, value = setting.key, setting.value
     if isinstance(value, str) and "${" in value:
-        return  # decided where the recipe is composed, and looked at there
+        return  # resolved and checked when the recipe is composed
     if key in MUST_BE:
         allowed, why, change = MUST_BE[key]
         if key.endswith((".top_p", ".top_k")) and recipe.get(_ROLLOUT + "logprobs_mode") == "raw_logprobs":
@@ -123,7 +124,7 @@ def _setting(setting: Setting, recipe: Recipe, others: dict[str, Any]) -> Iterat
     elif key == _ROLLOUT + "temperature":
         raw = recipe.get(_ROLLOUT + "logprobs_mode") == "raw_logprobs" and value != 1
         good = isinstance(value, (int, float)) and value > 0 and not raw
-        why = "raw logprobs are those at temperature 1" if raw else "it must be positive"
+        why = "raw logprobs require temperature 1" if raw else "must be positive"
         yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why)
     elif key == _ROLLOUT + "expert_parallel_size":
         why = megatron_refusal("expert_model_parallel_size", value, {"num_moe_experts": others.get("num_moe_experts")})

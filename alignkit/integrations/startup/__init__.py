@@ -1,1 +1,4 @@
-"""The folder to put on PYTHONPATH, for frameworks whose processes inherit an environment and nothing else."""
+"""Folder for PYTHONPATH, for frameworks whose processes inherit only the environment.
+
+Python finds `sitecustomize.py` here by its name. Every file here becomes a top-level module of those processes.
+"""

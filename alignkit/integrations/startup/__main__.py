@@ -1,4 +1,4 @@
-"""Prints the folder for PYTHONPATH: ``python -m alignkit.integrations.startup``."""
+"""``python -m alignkit.integrations.startup`` prints the folder for PYTHONPATH; users' recipes contain this command."""
 
 from pathlib import Path
 

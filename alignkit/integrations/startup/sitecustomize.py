@@ -1,5 +1,8 @@
-"""Python runs this when it starts, where this folder is on PYTHONPATH. It imports nothing of alignkit's but one small file,
-until NeMo-RL is imported; and it runs the sitecustomize that it stands before, if there is one."""
+"""The sitecustomize that Python runs at startup if this folder is on PYTHONPATH; Python requires the file's name.
+
+It loads one small file of alignkit; the rest is imported together with NeMo-RL. Then it runs the next sitecustomize on
+the path, which it shadows.
+"""
 
 import importlib.machinery
 import importlib.util

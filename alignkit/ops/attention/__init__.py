@@ -1,7 +1,10 @@
-"""Causal attention with grouped heads. docs/contract.md, "Attention".
+"""Causal attention with grouped-query heads (GQA). docs/contract.md, "Attention".
 
-Keys are visited in blocks of so many positions, and blocks belong to leaves, from position 0 of the sequence, so a query's
-result depends on its own sequence up to its own position and on nothing else.
+Keys are visited in leaves and blocks of fixed length, counted from position 0 of the sequence. A query's result
+therefore depends only on its own sequence up to its own position.
+
+Public: `attention` and `paged_attention` (docs/api/ops.md). alignkit/vllm/attention.py calls `PagedAttention` and
+`reserve`.
 """
 
 from __future__ import annotations
@@ -14,17 +17,26 @@ from ...errors import InputError
 from ...runtime import dispatch, families
 from ...runtime.operands import operand
 from .._calls import differentiable_once, op
-from .._common import check_apart, check_device, check_like, check_number, check_tensor, looks, require, unit
+from .._common import (
+    check_device,
+    check_like,
+    check_no_overlap,
+    check_number,
+    check_tensor,
+    checks_values,
+    require,
+    unit,
+)
 from .paging import check_pages
-from .problem import Again, Attention
+from .problem import Attention, Relaunch
 
 INTS = (torch.int32, torch.int64)
 
 
 def _kernel(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sizes: int) -> ModuleType:
-    """What computes it; `sizes`: sequences, rows of a page, pages of a sequence."""
-    backend = dispatch.name(q.device)
-    return dispatch.sole(op, backend) or dispatch.choose(op, Attention.of(backend, q, k, v, *sizes)).load()
+    """Return the module that computes `op`; `sizes`: sequences, rows per page, pages per sequence."""
+    backend = dispatch.backend_of(q.device)
+    return dispatch.static_kernel(op, backend) or dispatch.choose(op, Attention.of(backend, q, k, v, *sizes)).load()
 
 
 @differentiable_once("attention")
@@ -38,7 +50,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        q, k, v, *others = ctx.saved_tensors  # hooks on what is saved may have laid it out anew
+        q, k, v, *others = ctx.saved_tensors  # saved-tensor hooks may change strides
         q, k, v = unit(q), unit(k), unit(v)
         starts, *others = (t.contiguous() for t in (*others, d_out))
         kernel = _kernel("attention_backward", q, k, v, starts.numel() - 1)
@@ -47,34 +59,37 @@ class _Attention(torch.autograd.Function):
 
 
 def _check(q, k, v, scale, k_name: str = "k", v_name: str = "v") -> float:
-    """The scale of q [T, Hq, D] and k, v [..., Hkv, D], which are of one shape and go together."""
+    """Check q [T, Hq, D] against k and v [..., Hkv, D], and return the scale of the scores."""
     check_device("q", q)
     for name, t in ((k_name, k), (v_name, v)):
         check_like(name, t, "q", q)
     (q_heads, dim), (heads, k_dim) = q.shape[-2:], k.shape[-2:]
-    require(k.shape == v.shape, f"{v_name}: shape {tuple(v.shape)} differs from {k_name}'s {tuple(k.shape)}")
-    require(dim > 0 and q_heads > 0, f"q: no heads, or empty ones, shape {tuple(q.shape)}")
-    require(dim == k_dim, f"{k_name}: head_dim {k_dim} differs from q's {dim}")
-    require(heads > 0 and q_heads % heads == 0, f"{k_name}: {heads} heads do not divide q's {q_heads}")
+    require(k.shape == v.shape, f"{v_name}: shape must equal {k_name}'s {tuple(k.shape)}, got {tuple(v.shape)}")
+    require(dim > 0 and q_heads > 0, f"q: must have a head and a positive head_dim, got shape {tuple(q.shape)}")
+    require(dim == k_dim, f"{k_name}: head_dim must equal q's {dim}, got {k_dim}")
+    require(heads > 0 and q_heads % heads == 0, f"{k_name}: number of heads must divide q's {q_heads}, got {heads}")
     return dim**-0.5 if scale is None else check_number("scale", scale)
 
 
 def _check_ints(name: str, t, ndim: int, q: torch.Tensor) -> torch.Tensor:
-    """`t` as the backends take it: its last dimension is dense, and on the CPU it is int64."""
+    """Check an integer tensor and return it with unit stride in the last dimension, on the CPU as int64."""
     check_tensor(name, t, ndim, INTS)
-    require(t.device == q.device, f"{name}: device {t.device} differs from q's {q.device}")
+    require(t.device == q.device, f"{name}: device must be q's {q.device}, got {t.device}")
     return unit(t.to(torch.int64) if families.on_host(t.device) else t)
 
 
 def _check_starts(name: str, starts, q: torch.Tensor, padded: bool) -> torch.Tensor:
-    """`padded`: rows of q may follow the last sequence."""
+    """Check the first rows of sequences; `padded`: q may have padding rows after the last sequence."""
     starts = _check_ints(name, starts, 1, q)
     require(starts.numel() >= 1, f"{name}: must begin with 0")
-    if looks(starts.device):
+    if checks_values(starts.device):
         last, rows = int(starts[-1]), q.shape[0]
         require(int(starts[0]) == 0, f"{name}: must begin with 0")
         require(bool((starts[1:] >= starts[:-1]).all()), f"{name}: must not decrease")
-        require(last == rows or (padded and last < rows), f"{name}: ends at {last}, q has {rows} rows")
+        require(
+            last == rows or (padded and last < rows),
+            f"{name}: last entry must {'not exceed' if padded else 'equal'} q's {rows} rows, got {last}",
+        )
     return starts
 
 
@@ -82,28 +97,31 @@ def _check_starts(name: str, starts, q: torch.Tensor, padded: bool) -> torch.Ten
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
-    """Causal self-attention over packed sequences, for training.
+    """Compute causal self-attention over packed sequences, for training.
 
     Args:
-        q: [T, Hq, D], fp32 or bf16.
-        k, v: [T, Hkv, D], q's type; Hkv divides Hq.
-        cu_seqlens: int [B + 1] on q's device, the first row of each sequence, then T. A padded micro-batch of
-            B sequences of S rows is ``arange(B + 1) * S``: rows of padding after a sequence change nothing before. One
-            that lies as [S, B, H, D] may stay so: it is one sequence of S rows and B times H heads.
-        scale: factor of the scores; default ``D ** -0.5``.
+        q: [T, Hq, D], fp32 or bf16. Any strides; q, k and v are copied only if D is not the unit-stride dimension.
+        k: [T, Hkv, D], q's dtype and device. Hkv divides Hq.
+        v: k's shape, q's dtype and device.
+        cu_seqlens: int32 or int64 [B + 1] on q's device: the first row of each sequence, then T. Padded sequences of S
+            rows have ``cu_seqlens = arange(B + 1) * S``; padding after a sequence does not affect its other rows. A
+            micro-batch in [S, B, H, D] layout can be passed without a copy, as one sequence of S rows and B * H heads.
+        scale: factor of the scores, positive; default ``D ** -0.5``.
 
     Returns:
-        [T, Hq, D], q's type. Differentiable in q, k and v.
+        [T, Hq, D], q's dtype, contiguous. Differentiable once in q, k and v.
 
     Raises:
-        InputError: shapes, types or devices do not fit; or cu_seqlens does not begin with 0, decreases or does not end
-            at T. A GPU is not waited for to find the latter, unless ``ALIGNKIT_STRICT=1``: if cu_seqlens does not begin
-            with 0 and end at T, all results and gradients are NaN; where it decreases, rows hold anything.
+        InputError: a shape, dtype or device is invalid; or cu_seqlens does not begin with 0, decreases or does not end
+            at T. On a GPU the values of cu_seqlens are checked only under ``ALIGNKIT_STRICT=1``, because reading them
+            synchronizes. Unchecked, all results and gradients are NaN if cu_seqlens does not begin with 0 or end at T,
+            and rows are undefined where it decreases.
+        UnsupportedError: a gradient is differentiated again.
     """
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, t, 3)
     scale = _check(q, k, v, scale)
-    require(k.shape[0] == q.shape[0], f"k: {k.shape[0]} rows differ from q's {q.shape[0]}")
+    require(k.shape[0] == q.shape[0], f"k: number of rows must equal q's {q.shape[0]}, got {k.shape[0]}")
     starts = _check_starts("cu_seqlens", cu_seqlens, q, padded=False)
     return _Attention.apply(unit(q), unit(k), unit(v), starts, scale)
 
@@ -119,28 +137,30 @@ def paged_attention(
     scale: float | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of new queries over a paged cache, for rollout: prefill, chunked prefill and decode alike.
+    """Compute causal attention of new queries over a paged KV cache: prefill, chunked prefill and decode.
 
     Args:
-        q: [T, Hq, D], fp32 or bf16; the queries of a sequence are its last positions.
-        k_cache, v_cache: [num_blocks, block_size, Hkv, D], q's type; the keys of the queries are in them.
-        block_table: int [B, max_blocks], the cache blocks of each sequence in order.
-        query_start_loc: int [B + 1], the first query of each sequence, then their number. Rows of q from there on are
-            padding, and a sequence may have no query.
-        seq_lens: int [B], positions of each sequence, its queries included.
-        scale: factor of the scores; default ``D ** -0.5``.
-        out: where to write the result; contiguous.
+        q: [T, Hq, D], fp32 or bf16. The queries of a sequence are its last positions.
+        k_cache: [num_blocks, block_size, Hkv, D], q's dtype and device; already contains the keys of the queries. Hkv
+            divides Hq. D has unit stride, and blocks follow each other: ``stride(0) == block_size * stride(1)``.
+        v_cache: like k_cache, for the values.
+        block_table: int32 or int64 [B, max_blocks], the cache blocks of each sequence in order.
+        query_start_loc: int32 or int64 [B + 1]: the first query of each sequence, then the number of queries. Later
+            rows of q are padding. A sequence may have no query.
+        seq_lens: int32 or int64 [B]: the length of each sequence, its queries included.
+        scale: factor of the scores, positive; default ``D ** -0.5``.
+        out: optional result tensor: q's shape and dtype, contiguous, without memory shared with q or the caches.
 
     Returns:
-        [T, Hq, D], q's type; zeros for padding. Not differentiable. It may be captured in a CUDA graph: later lengths,
-        starts and blocks may be others, the shapes not.
+        [T, Hq, D], q's dtype: `out`, or a new tensor; 0 in padding rows. Not differentiable. The call can be captured
+        in a CUDA graph; replays may change lengths, starts and blocks, but not shapes.
 
     Raises:
-        InputError: shapes, types or devices do not fit; or a start, length or block is out of range. A GPU is not
-            waited for to find the latter, unless ``ALIGNKIT_STRICT=1``. NaN are then all results if query_start_loc
-            does not begin with 0 or ends beyond T, and those of a sequence that is longer than its blocks or shorter
-            than its queries. Where query_start_loc decreases, rows hold anything; a block outside the cache is taken
-            for its first or last.
+        InputError: a shape, dtype, device or stride is invalid; or a start, length or block is out of range. On a GPU
+            these values are checked only under ``ALIGNKIT_STRICT=1``, because reading them synchronizes. Unchecked, all
+            results are NaN if query_start_loc does not begin with 0 or exceeds T; the results of a sequence are NaN if
+            it is longer than its blocks or shorter than its queries; rows are undefined where query_start_loc
+            decreases; and a block outside the cache is clamped to the first or last one.
     """
     checked = _check_paged(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale, out)
     _paged(*checked)
@@ -148,33 +168,40 @@ def paged_attention(
 
 
 def _check_paged(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale, out) -> tuple:
-    """Arguments of `_paged` from those of `paged_attention`."""
+    """Check the arguments of `paged_attention` and return the arguments of `_paged`."""
     check_tensor("q", q, 3)
     check_tensor("k_cache", k_cache, 4)
     check_tensor("v_cache", v_cache, 4)
     scale = _check(q, k_cache, v_cache, scale, "k_cache", "v_cache")
     block_size = k_cache.shape[1]
-    require(block_size > 0, "k_cache: block_size is 0")
+    require(block_size > 0, "k_cache: block_size must be positive, got 0")
     starts = _check_starts("query_start_loc", query_start_loc, q, padded=True)
     seq_lens, block_table = _check_ints("seq_lens", seq_lens, 1, q), _check_ints("block_table", block_table, 2, q)
     batch = starts.numel() - 1
-    require(seq_lens.shape[0] == batch, f"seq_lens: {seq_lens.shape[0]} entries for {batch} sequences")
-    require(block_table.shape[0] == batch, f"block_table: {block_table.shape[0]} rows for {batch} sequences")
-    if looks(seq_lens.device):
+    require(
+        seq_lens.shape[0] == batch, f"seq_lens: must have {batch} entries, one per sequence, got {seq_lens.shape[0]}"
+    )
+    require(
+        block_table.shape[0] == batch,
+        f"block_table: must have {batch} rows, one per sequence, got {block_table.shape[0]}",
+    )
+    if checks_values(seq_lens.device):
         check_pages(block_table, seq_lens, starts.diff(), block_size, k_cache.shape[0])
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     else:
         check_tensor("out", out, 3)
         check_like("out", out, "q", q)
-        require(out.shape == q.shape and out.is_contiguous(), "out: not contiguous or not of q's shape")
-        check_apart("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
+        require(
+            out.shape == q.shape and out.is_contiguous(),
+            f"out: must be contiguous and of q's shape {tuple(q.shape)}, got {tuple(out.shape)}",
+        )
+        check_no_overlap("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
     return q, k_cache, v_cache, block_table, starts, seq_lens, scale, out
 
 
-def _paged(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out) -> Again | None:
-    """`paged_attention` of what `_check_paged` gives: the integers dense in their last dim, and int64 on the CPU. On a GPU, what
-    does it again."""
+def _paged(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out) -> Relaunch | None:
+    """Compute `paged_attention` from the result of `_check_paged`; on a GPU, return the relaunch."""
     k, v = _rows_view("k_cache", k_cache), _rows_view("v_cache", v_cache)
     q, page = unit(q), k_cache.shape[1]
     kernel = _kernel("paged_attention", q, k, v, *block_table.shape[:1], page, *block_table.shape[1:])
@@ -182,55 +209,58 @@ def _paged(q, k_cache, v_cache, block_table, starts, seq_lens, scale: float, out
 
 
 class PagedAttention:
-    """`paged_attention` of the same sequences by one layer after the other, as in an engine's step. What follows from the integers
-    and from shapes is found out once for all layers that are alike: between two of them a GPU waits for the host.
+    """`paged_attention` for the layers of one engine step, which share their sequences.
 
-    The integers are looked at once for such layers.
+    Decoding is host-bound, so the checks and launch parameters that depend on shapes and on the integer tensors are
+    computed once per distinct problem and reused by all layers with the same shapes, strides, dtypes and scale.
     """
 
     def __init__(self, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor):
         self._integers = block_table, query_start_loc, seq_lens
-        self._again: dict[tuple, Again] = {}
+        self._relaunches: dict[tuple, Relaunch] = {}
 
     def __call__(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
-        """`out` gets the result. Arguments and errors are those of `paged_attention`; that `out` shares no memory with the
-        others is asked of the first layer alone."""
+        """Write the result to `out`; arguments and errors are those of `paged_attention`.
+
+        Only the first layer of a problem checks that `out` shares no memory with q and the caches.
+        """
         if families.on_host(q.device):
             paged_attention(q, k_cache, v_cache, *self._integers, scale, out)
             return
-        like = scale, *(operand(t) for t in (q, k_cache, v_cache, out))
-        again = self._again.get(like)
-        if again is None:
-            self._again[like] = self._first(q, k_cache, v_cache, *self._integers, scale, out)
+        key = scale, *(operand(t) for t in (q, k_cache, v_cache, out))
+        relaunch = self._relaunches.get(key)
+        if relaunch is None:
+            self._relaunches[key] = self._first(q, k_cache, v_cache, *self._integers, scale, out)
         else:
-            again(unit(q), k_cache, v_cache, out)
+            relaunch(unit(q), k_cache, v_cache, out)
 
     @staticmethod
     @op
-    def _first(*arguments) -> Again:
-        again = _paged(*_check_paged(*arguments))
-        assert again is not None  # of a GPU
-        return again
+    def _first(*arguments) -> Relaunch:
+        relaunch = _paged(*_check_paged(*arguments))
+        assert relaunch is not None  # every GPU backend returns one
+        return relaunch
 
 
 def reserve(q: torch.Tensor, kv_heads: int, positions: int) -> None:
-    """Takes the memory that `paged_attention` needs beside its arguments, at most, for no more queries than q's over `kv_heads`
-    heads of keys and sequences of up to `positions`, and gives it back: for an engine that finds out by a trial how much a step
-    takes. q: [T, Hq, D]."""
+    """Allocate and free the largest workspace of `paged_attention`, for an engine that profiles its peak memory.
+
+    Valid for at most as many queries as q [T, Hq, D], over kv_heads KV heads and sequences of up to `positions`.
+    """
     if not families.on_host(q.device):
-        from .cuda import joined_bytes
+        from .cuda import spill_bytes
         from .sharing import workspace
 
-        # One after the other: the former is free again when the latter is taken.
-        most = max(4 * workspace(q, kv_heads, positions), joined_bytes(q.shape[2]))
-        torch.empty(most, dtype=torch.uint8, device=q.device)
+        # The maximum suffices: the decode workspace is freed before the prefill kernel allocates.
+        size = max(4 * workspace(q, kv_heads, positions), spill_bytes(q.shape[2]))
+        torch.empty(size, dtype=torch.uint8, device=q.device)
 
 
 def _rows_view(name: str, cache: torch.Tensor) -> torch.Tensor:
-    """[num_blocks, block_size, H, D] as [rows, H, D] without a copy."""
+    """View a cache [num_blocks, block_size, H, D] as [num_blocks * block_size, H, D]."""
     (blocks, size, *row), (block_stride, *strides) = cache.shape, cache.stride()
     if strides[-1] != 1 or (blocks > 1 and block_stride != size * strides[0]):
-        raise InputError(f"{name}: strides {cache.stride()} cannot be viewed as rows")
+        raise InputError(f"{name}: strides must allow a view as [rows, heads, head_dim], got {cache.stride()}")
     return cache.as_strided((blocks * size, *row), strides)

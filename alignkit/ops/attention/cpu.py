@@ -1,4 +1,4 @@
-"""C++: tiles of queries against blocks of keys."""
+"""Calls of the C++ attention kernels (csrc/cpu/kernels.inl); the order of summation is theirs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""Triton: sequences of few queries and perhaps many keys, as when decoding. The leaves of all of them, one after the other, of
-each head of keys are cut into equal runs, one for each program. What a program does not have whole it leaves in memory: of a first
-part the joined state, of later ones that of each leaf; `_join_leaves` joins those in order. So which program does what changes
-no bit."""
+"""Triton decode attention (split-KV): sequences of few queries and possibly many keys.
+
+For each KV head, the leaves of all sequences form one list, which is cut into equal runs, one per program. A program
+finishes the tiles whose leaves all lie in its run. For a tile that spans programs, the first program writes one merged
+state to memory and the later ones write the state of each leaf; `_merge_leaves` then merges the states in leaf order.
+The assignment of leaves to programs therefore changes no bit.
+"""
 
 from __future__ import annotations
 
@@ -10,81 +13,86 @@ import triton.language as tl
 
 from . import sharing
 from .common import (
-    VALUES,
-    block,
-    fill,
-    is_few,
-    meet,
-    queries,
+    RUNTIME_ARGS,
+    attend,
+    fill_rows,
+    is_decode,
+    keeps_offset,
+    key_block,
+    load_queries,
+    merge_factors,
     read_state,
     span,
-    stays,
-    visit,
     write_result,
     write_state,
 )
 
-RUN = tl.constexpr(sharing.RUN)
+RECORD = tl.constexpr(sharing.RECORD)
 
 
 @triton.jit
-def _begin(OVERLAP: tl.constexpr):
-    """The kernel before this one is done, and the next may be put on the GPU: it waits here in turn. To be called before any
-    memory is looked at. OVERLAP: launched so that it may be there before its turn."""
-    if OVERLAP:
+def _pdl_wait(PDL: tl.constexpr):
+    """Wait for the previous kernel and let the next one launch, if launched with programmatic dependent launch.
+
+    Must run before any access to global memory.
+    """
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def _leaves(
-    STARTS, KV_LEN, s, seqs, tokens, width, most, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, LEAF: tl.constexpr
+def _count_leaves(
+    STARTS, KV_LEN, s, seqs, tokens, width, max_queries, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, LEAF: tl.constexpr
 ):
-    """Of sequences s of a batch: how many leaves of one head tiles of queries visit."""
+    """Return the number of (tile, leaf) pairs of one KV head for sequences s; 0 for those of the tile kernel."""
     ok = s < seqs
     q0 = tl.minimum(tl.maximum(tl.load(STARTS + s, mask=ok, other=0), 0), tokens).to(tl.int32)
     q1 = tl.minimum(tl.maximum(tl.load(STARTS + s + 1, mask=ok, other=0), q0), tokens).to(tl.int32)
     kv_len = tl.load(KV_LEN + s, mask=ok, other=0)
     q_len = q1 - q0
     fits = (kv_len >= q_len) & (kv_len <= width * PAGE)
-    kv_len = tl.where(fits & is_few(q_len, kv_len, most), kv_len, 0).to(tl.int32)
+    kv_len = tl.where(fits & is_decode(q_len, kv_len, max_queries), kv_len, 0).to(tl.int32)
     return ((kv_len + LEAF - 1) // LEAF) * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
 
 
 @triton.jit
-def _states_of(STATES, hk, parts, slots, STATE: tl.constexpr):
-    """A head's states: those of the leaves that a program goes on with, one program after the other; then of each, what it begins."""
+def _head_states(STATES, hk, parts, slots, STATE: tl.constexpr):
+    """Return the address of a KV head's states: each program's leaf states, then one first state per program."""
     return STATES + tl.cast(hk, tl.int64) * parts * slots * STATE
 
 
 @triton.jit
-def _begun(part, parts, slots):
-    """Which of a head's states is that of a tile which program `part` begins."""
+def _first_state_index(part, parts, slots):
+    """Return the index, among a head's states, of the first state that program `part` writes for a tile it begins."""
     return tl.cast(parts, tl.int64) * (slots - 1) + part
 
 
 @triton.jit
-def _sum_and_most(a, b, c, d):
+def _sum_and_max(a, b, c, d):
+    """Combine two (sum, max) pairs in a reduction."""
     return a + c, tl.maximum(b, d)
 
 
 @triton.jit
-def _earlier(leaves, passed, item):
-    """How many of some sequences, which begin `passed` leaves after the first of all, end before leaf `item`, and where the
-    last of these does."""
-    ends = passed + tl.cumsum(leaves)
+def _sequences_before(leaves, start, item):
+    """Return how many consecutive sequences end at or before leaf `item`, and the end of the last of them.
+
+    `leaves` are the sequences' leaf counts; the first sequence begins at leaf `start`.
+    """
+    ends = start + tl.cumsum(leaves)
     done = ends <= item
-    return tl.reduce((done.to(tl.int32), tl.where(done, ends, 0)), 0, _sum_and_most)
+    return tl.reduce((done.to(tl.int32), tl.where(done, ends, 0)), 0, _sum_and_max)
 
 
-@triton.jit(do_not_specialize=VALUES)
-def _few(
+@triton.jit(do_not_specialize=RUNTIME_ARGS)
+def _decode(
     Q,
     K,
     V,
     O,
     STATES,
-    RUNS,
+    RECORDS,
     STARTS,
     KV_LEN,
     TABLE,
@@ -96,7 +104,7 @@ def _few(
     pages,
     width,
     table_row,
-    most,
+    max_queries,
     sqh,
     skh,
     svh,
@@ -115,58 +123,63 @@ def _few(
     SEQS: tl.constexpr,
     MORE: tl.constexpr,
     STATE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program's run, of the leaves of one head: there are `parts` for each head. It looks at SEQS sequences at a time; MORE:
-    there are more of them. STATE: numbers of a state, 0 if no sequence has a second leaf. It also fills some of the rows that
-    hold no query with zeros, and of those of a sequence that does not fit with NaN."""
+    """Compute one program's run of leaves of one KV head; each head has `parts` programs.
+
+    Sequence lengths are read SEQS at a time; MORE: the batch has more than SEQS. STATE: numbers per state, 0 if no
+    sequence is split. The program also zeroes its share of the padding rows and writes NaN to the rows of sequences
+    whose length is invalid.
+    """
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
-    _begin(OVERLAP)
+    _pdl_wait(PDL)
     w = tl.program_id(0)
-    hk = w % KV  # neighbours read the same positions of their heads, which lie side by side, at about the same time
+    hk = w % KV  # adjacent programs read adjacent heads of the same positions at about the same time
     part = w // KV
-    tl.store(RUNS + w * RUN, 0)  # nothing to join, unless it says so below
+    tl.store(RECORDS + w * RECORD, 0)  # nothing to merge, unless set below
     begin, end = tl.load(STARTS), tl.load(STARTS + seqs)
-    each = tl.arange(0, SEQS)
-    of_each = _leaves(STARTS, KV_LEN, each, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
-    total = tl.sum(of_each.to(tl.int64))
-    passed = total.to(tl.int32)
+    ids = tl.arange(0, SEQS)
+    counts = _count_leaves(STARTS, KV_LEN, ids, seqs, tokens, width, max_queries, PAGE, BLOCK_Q, LEAF)
+    total = tl.sum(counts.to(tl.int64))
+    chunk_start = total.to(tl.int32)
     if MORE:
         for c in range(SEQS, seqs, SEQS):
-            more = _leaves(STARTS, KV_LEN, c + each, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
-            total += tl.sum(more.to(tl.int64))
+            chunk = _count_leaves(STARTS, KV_LEN, c + ids, seqs, tokens, width, max_queries, PAGE, BLOCK_Q, LEAF)
+            total += tl.sum(chunk.to(tl.int64))
     if (begin != 0) | (end > tokens):
-        fill(O, float("nan"), w, tokens, parts * KV, 0, HEADS * D, HEADS * D)
+        fill_rows(O, float("nan"), w, tokens, parts * KV, 0, HEADS * D, HEADS * D)
         return
 
-    # More than there is memory for are only there if STARTS decreases.
-    most_leaves = tl.cast(tokens, tl.int64) * ((width * PAGE + LEAF - 1) // LEAF)
-    total = tl.where(total > most_leaves, 0, total).to(tl.int32)
+    # The workspace holds max_leaves; the total exceeds it only if STARTS decreases.
+    max_leaves = tl.cast(tokens, tl.int64) * ((width * PAGE + LEAF - 1) // LEAF)
+    total = tl.where(total > max_leaves, 0, total).to(tl.int32)
     run = (total + parts - 1) // parts
     item = part * run
     stop = tl.minimum(item + run, total)
-    # The first state of a program's. It has as many as a run has leaves, or all but the first of a sequence, whose rest one has then.
+    # Index of the program's first leaf state. A program writes at most `run` of them, and at most slots - 1: every leaf
+    # of a sequence but the first.
     own = part * tl.minimum(run, slots - 1)
-    s, before = _earlier(of_each, 0, item)  # the sequence of the run's first leaf, and how many leaves are before that
+    # The sequence of the run's first leaf, and where that sequence begins.
+    s, seq_start = _sequences_before(counts, 0, item)
     if MORE:
         for c in range(SEQS, seqs, SEQS):
-            more = _leaves(STARTS, KV_LEN, c + each, seqs, tokens, width, most, PAGE, BLOCK_Q, LEAF)
-            done, ends = _earlier(more, passed, item)
+            chunk = _count_leaves(STARTS, KV_LEN, c + ids, seqs, tokens, width, max_queries, PAGE, BLOCK_Q, LEAF)
+            done, end_of_done = _sequences_before(chunk, chunk_start, item)
             s += done
-            before = tl.maximum(before, ends)
-            passed += tl.sum(more)
+            seq_start = tl.maximum(seq_start, end_of_done)
+            chunk_start += tl.sum(chunk)
 
     while item < stop:
         q0, q_len = span(STARTS, s, seqs, tokens)
         kv_len = tl.load(KV_LEN + s)
-        fits = (kv_len >= q_len) & (kv_len <= width * PAGE) & is_few(q_len, kv_len, most)
+        fits = (kv_len >= q_len) & (kv_len <= width * PAGE) & is_decode(q_len, kv_len, max_queries)
         kv_len = tl.where(fits, kv_len, 0).to(tl.int32)
         leaves = (kv_len + LEAF - 1) // LEAF
-        there = leaves * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
-        if item < before + there:
-            tile = (item - before) // leaves
-            leaf = item - before - tile * leaves
+        seq_leaves = leaves * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
+        if item < seq_start + seq_leaves:
+            tile = (item - seq_start) // leaves
+            leaf = item - seq_start - tile * leaves
             first = tile * BLOCK_Q
             take = tl.minimum(leaves - leaf, stop - item)
             context = kv_len - q_len
@@ -175,19 +188,19 @@ def _few(
             head = hk * GROUP + r % GROUP
             ok = (pos < q_len) & (r < ROWS)
             token = (q0 + pos).to(tl.int64)
-            states = _states_of(STATES, hk, parts, slots, STATE)
-            pages_of = TABLE + tl.cast(s, tl.int64) * table_row
+            states = _head_states(STATES, hk, parts, slots, STATE)
+            seq_table = TABLE + tl.cast(s, tl.int64) * table_row
             first_key = leaf * LEAF
             end_of_keys = tl.minimum((leaf + take) * LEAF, context + tl.minimum(q_len, first + BLOCK_Q))
-            at, page_of = block(pages_of, first_key, end_of_keys, PAGE, KVB)
-            tl.debug_barrier()  # or the assembler has queries wait for pages, and then keys for queries
-            Z, L, A = visit(
-                queries(Q, token, head, ok, sqt, sqh, D, DP),
+            key_position, key_page = key_block(seq_table, first_key, end_of_keys, PAGE, KVB)
+            tl.debug_barrier()  # keeps ptxas from serializing the loads of pages, queries and keys
+            Z, L, A = attend(
+                load_queries(Q, token, head, ok, sqt, sqh, D, DP),
                 K + hk.to(tl.int64) * skh,
                 V + hk.to(tl.int64) * svh,
-                pages_of,
-                at,
-                page_of,
+                seq_table,
+                key_position,
+                key_page,
                 states + tl.cast(own, tl.int64) * STATE,
                 factor,
                 q0,
@@ -212,72 +225,75 @@ def _few(
             if take == leaves:
                 write_result(O, token, head, L, A, ok, HEADS, D, DP)
             elif leaf == 0:
-                write_state(states + _begun(part, parts, slots) * STATE, Z, L, A, ok, ROWS, D, DP, STATE)
-            elif leaf <= run:  # the program before began the tile
-                here = RUNS + w * RUN
-                tl.store(here, leaf)
-                tl.store(here + 1, leaves)
-                tl.store(here + 2, context + first)
-                tl.store(here + 3, q0 + first)
-                tl.store(here + 4, tl.minimum(q_len - first, BLOCK_Q))
-                tl.store(here + 5, own)
+                write_state(states + _first_state_index(part, parts, slots) * STATE, Z, L, A, ok, ROWS, D, DP, STATE)
+            elif leaf <= run:  # the previous program began the tile
+                record = RECORDS + w * RECORD
+                tl.store(record, leaf)
+                tl.store(record + 1, leaves)
+                tl.store(record + 2, context + first)
+                tl.store(record + 3, q0 + first)
+                tl.store(record + 4, tl.minimum(q_len - first, BLOCK_Q))
+                tl.store(record + 5, own)
             item += take
-        if item >= before + there:
-            before += there
+        if item >= seq_start + seq_leaves:
+            seq_start += seq_leaves
             s += 1
 
-    # What no leaf is of.
-    fill(O, 0.0, end.to(tl.int32) + w, tokens, parts * KV, 0, HEADS * D, HEADS * D)
+    # Rows without leaves: padding, and sequences of invalid length.
+    fill_rows(O, 0.0, end.to(tl.int32) + w, tokens, parts * KV, 0, HEADS * D, HEADS * D)
     for s in range(w, seqs, parts * KV):
         q0, q_len = span(STARTS, s, seqs, tokens)
         kv_len = tl.load(KV_LEN + s)
         if (kv_len < q_len) | (kv_len > width * PAGE):
-            fill(O, float("nan"), q0, q0 + q_len, 1, 0, HEADS * D, HEADS * D)
+            fill_rows(O, float("nan"), q0, q0 + q_len, 1, 0, HEADS * D, HEADS * D)
 
 
 @triton.jit
-def _join_next(
+def _merge_next(
     STATES,
     Z,
     L,
     A,
     r,
-    there,
+    count,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     STATE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The next AHEAD leaves, or `there` if that is less, joined to Z, L, A. STATES: of the first of them. In most cases Z stays as it is,
-    so the sums of the leaves before are multiplied by 1, which need not be done: their next ones then wait for one operation."""
+    """Merge the next min(AHEAD, count) leaves, whose states begin at STATES, into Z, L, A.
+
+    Usually every leaf keeps Z. Then the factor of the earlier sums is 1 and its multiplication is skipped, which leaves
+    one fma per leaf on the dependency chain.
+    """
     zs, ls, accs = (), (), ()
-    all_stay = Z - Z == 0.0
+    all_keep = Z - Z == 0.0
     for x in tl.static_range(AHEAD):
-        z, l, acc = read_state(STATES + x * STATE, r, x < there, ROWS, D, DP, STATE)
+        z, l, acc = read_state(STATES + x * STATE, r, x < count, ROWS, D, DP, STATE)
         zs += (z,)
         ls += (l,)
         accs += (acc,)
-        all_stay &= stays(Z, z)
-    if all_stay:
+        all_keep &= keeps_offset(Z, z)
+    if all_keep:
         for x in tl.static_range(AHEAD):
-            after = tl.exp2(Z - zs[x])
-            L = tl.fma(ls[x], after, L)
-            A = tl.fma(accs[x], after, A)
+            beta = tl.exp2(Z - zs[x])
+            L = tl.fma(ls[x], beta, L)
+            A = tl.fma(accs[x], beta, A)
     else:
         for x in tl.static_range(AHEAD):
-            to, before, after = meet(Z, zs[x])
-            L = tl.where(x < there, tl.fma(ls[x], after, L * before), L)
-            A = tl.where(x < there, tl.fma(accs[x], after, A * before), A)
-            Z = tl.where(x < there, to, Z)
+            offset, alpha, beta = merge_factors(Z, zs[x])
+            L = tl.where(x < count, tl.fma(ls[x], beta, L * alpha), L)
+            A = tl.where(x < count, tl.fma(accs[x], beta, A * alpha), A)
+            Z = tl.where(x < count, offset, Z)
     return Z, L, A
 
 
-@triton.jit(do_not_specialize=VALUES)
-def _join_leaves(
+@triton.jit(do_not_specialize=RUNTIME_ARGS)
+def _merge_leaves(
     O,
     STATES,
-    RUNS,
+    RECORDS,
     slots,
     parts,
     PARTS: tl.constexpr,
@@ -289,40 +305,43 @@ def _join_leaves(
     STATE: tl.constexpr,
     DP: tl.constexpr,
     AHEAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """What a program of `_few` began and one and perhaps more after it finished, of one query and head. The first of these left in
-    RUNS: the leaf that it went on with, else 0; how many leaves the tile has; position and row of its first query, how many
-    queries it has; which one its state of that leaf is among the head's, in which later leaves follow. Of a head's `parts` programs,
-    whoever joins takes one, or, if PARTS is not 0, as there are fewer rows, looks at all of them (PARTS or fewer) for that of
-    one row. Of one row alone, it is the second program. AHEAD: states that are on their way at a time."""
+    """Merge the states of a tile that spans programs of `_decode`, for one row of the tile, and write the result.
+
+    The second program of such a tile writes a record to RECORDS: its first leaf of the tile (0: no record), the tile's
+    leaf count, the position and the row of its first query, its query count, and the index of the state of that first
+    leaf; the states of later leaves follow. PARTS = 0: each program of this grid takes the record of one program of
+    `_decode`. PARTS > 0 (fewer rows than programs): it searches all `parts` records, at most PARTS, for its row's
+    record. AHEAD: states loaded at a time.
+    """
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
-    _begin(OVERLAP)
+    _pdl_wait(PDL)
     hk = tl.program_id(0) % KV
-    part = tl.program_id(0) // KV + 1  # nobody began what the first goes on with
+    part = tl.program_id(0) // KV + 1  # program 0 continues no tile
     if PARTS > 0:
-        each = tl.arange(0, PARTS)
-        of_each = RUNS + (each * KV + hk) * RUN
-        goes_on = tl.load(of_each, mask=each < parts, other=0) > 0
-        row = tl.load(of_each + 3, mask=each < parts, other=-1)
-        part = tl.max(tl.where(goes_on & (row == tl.program_id(0) // KV), each, 0))
-    RUNS += (part * KV + hk) * RUN
-    leaf = tl.load(RUNS)
-    leaves = tl.load(RUNS + 1)
-    position = tl.load(RUNS + 2)
-    token = tl.load(RUNS + 3)
-    have = tl.load(RUNS + 4)
-    at = tl.load(RUNS + 5)
-    r = tl.program_id(1)  # of the tile's rows
-    if (leaf == 0) | (r >= have * GROUP):  # nothing, or beyond the tile's queries
+        candidates = tl.arange(0, PARTS)
+        records = RECORDS + (candidates * KV + hk) * RECORD
+        continues = tl.load(records, mask=candidates < parts, other=0) > 0
+        row = tl.load(records + 3, mask=candidates < parts, other=-1)
+        part = tl.max(tl.where(continues & (row == tl.program_id(0) // KV), candidates, 0))
+    RECORDS += (part * KV + hk) * RECORD
+    leaf = tl.load(RECORDS)
+    leaves = tl.load(RECORDS + 1)
+    position = tl.load(RECORDS + 2)
+    token = tl.load(RECORDS + 3)
+    num_queries = tl.load(RECORDS + 4)
+    state = tl.load(RECORDS + 5)
+    r = tl.program_id(1)  # row of the tile
+    if (leaf == 0) | (r >= num_queries * GROUP):  # no record, or beyond the tile's queries
         return
-    seen = tl.minimum(leaves, (position + r // GROUP) // LEAF + 1)
-    STATES = _states_of(STATES, hk, parts, slots, STATE)
-    Z, L, A = read_state(STATES + _begun(part - 1, parts, slots) * STATE, r, leaf > 0, ROWS, D, DP, STATE)
-    STATES += tl.cast(at, tl.int64) * STATE
-    for next in range(leaf, seen, AHEAD):
-        Z, L, A = _join_next(STATES, Z, L, A, r, seen - next, ROWS, D, DP, STATE, AHEAD)
+    visible = tl.minimum(leaves, (position + r // GROUP) // LEAF + 1)
+    STATES = _head_states(STATES, hk, parts, slots, STATE)
+    Z, L, A = read_state(STATES + _first_state_index(part - 1, parts, slots) * STATE, r, leaf > 0, ROWS, D, DP, STATE)
+    STATES += tl.cast(state, tl.int64) * STATE
+    for next in range(leaf, visible, AHEAD):
+        Z, L, A = _merge_next(STATES, Z, L, A, r, visible - next, ROWS, D, DP, STATE, AHEAD)
         STATES += AHEAD * STATE
     d = tl.arange(0, DP)
     o = O + ((token + r // GROUP).to(tl.int64) * HEADS + hk * GROUP + r % GROUP) * D + d

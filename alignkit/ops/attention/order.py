@@ -1,18 +1,21 @@
-"""The ways to compute attention, fastest first.
+"""Table of the kernels of attention: for each op of `dispatch.OPS`, fastest first. The order affects speed alone.
 
-A file of "attention" has ``forward(q, k, v, starts, scale)``, which returns the result and what the backward pass needs of it:
-the same of all backends of a family, so that any of them may go on. One of "attention_backward" has ``backward(q, k, v,
-starts, out, *statistics, d_out, scale)``, one of "paged_attention" ``paged(q, k, v, block_table, starts, seq_lens, page,
-scale, out)``, which on a GPU returns what does it again, see `problem.Again`.
+Each module implements the function of its op:
+
+- "attention": ``forward(q, k, v, starts, scale)`` returns the output and the statistics for the backward pass. All
+  backends of a device family return the same statistics, so any of them can compute the backward pass.
+- "attention_backward": ``backward(q, k, v, starts, out, *statistics, d_out, scale)`` returns dq, dk and dv.
+- "paged_attention": ``paged(q, k, v, block_table, starts, seq_lens, page, scale, out)`` writes out; on a GPU it returns
+  a `problem.Relaunch`.
 """
 
 from __future__ import annotations
 
-from ...runtime.dispatch import PLAIN, Kernel
+from ...runtime.dispatch import ONE_PER_BACKEND, Kernel
 from ...runtime.families import CUDA
 
 ORDER = {
-    "attention": (Kernel("cuda", CUDA, "cuda", rule="refuses"), *PLAIN),
-    "attention_backward": (Kernel("cuda", CUDA, "cuda", rule="refuses"), *PLAIN),
-    "paged_attention": (Kernel("cuda", CUDA, "cuda", rule="paged_refuses"), *PLAIN),
+    "attention": (Kernel("cuda", CUDA, "cuda", rule="rejects"), *ONE_PER_BACKEND),
+    "attention_backward": (Kernel("cuda", CUDA, "cuda", rule="rejects"), *ONE_PER_BACKEND),
+    "paged_attention": (Kernel("cuda", CUDA, "cuda", rule="paged_rejects"), *ONE_PER_BACKEND),
 }

@@ -1,4 +1,7 @@
-"""Attention as it is described to those who may compute it."""
+"""Description of an attention problem, the input of kernel selection.
+
+The rules in cuda.py read the fields; alignkit/explain.py fills them from words.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,30 @@ import torch
 
 from ...runtime.operands import Operand, operand
 
-Again = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""What does a call again with another q, k, v and result, of the same shapes, strides and types; where those begin at a multiple of
-16 bytes, so do these."""
+Relaunch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""A function that repeats a paged call with another q, k, v and out.
+
+Shapes, strides and dtypes must be those of the first call; tensors that were 16-byte aligned must be so again.
+"""
 
 
 class Attention(NamedTuple):
+    """An attention problem: backend, operands and sizes."""
+
     backend: str
-    """The fastest that may compute it."""
+    """The fastest eligible backend."""
     q: Operand
     """[T, Hq, D]."""
     k: Operand
-    """[rows, Hkv, D], as is v: the rows of q, or those of a cache."""
+    """[rows, Hkv, D], like v; rows: T for packed sequences, else those of the cache."""
     v: Operand
     seqs: int
     page: int = 0
-    """Rows of a page of the cache; 0: packed sequences."""
+    """Rows per page of the cache; 0: packed sequences."""
     pages: int = 0
-    """That a sequence may have at most."""
+    """The largest number of pages of a sequence."""
 
     @staticmethod
     def of(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sizes: int) -> Attention:
+        """Describe a problem by its tensors; `sizes`: seqs, page and pages."""
         return Attention(backend, *(operand(t) for t in (q, k, v)), *sizes)  # pyright: ignore[reportArgumentType]

@@ -1,5 +1,8 @@
-"""Attention one query at a time: leaves of keys ascending, in a leaf blocks ascending. Probabilities are relative to the leaf's
-first score and a reserve, which is so large that this seldom has to change; a leaf's sums are joined to those before it."""
+"""Reference attention in torch, one query at a time, in the order of the contract (docs/contract.md, "Attention").
+
+Leaves of keys and the blocks within a leaf are visited in ascending order. A leaf's exponents are relative to its first
+score plus RESERVE, a headroom that rarely has to grow. Each leaf's state is merged into that of the earlier leaves.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,25 @@ KV_BLOCK, KV_LEAF, RESERVE = CPU.kv_block, CPU.kv_leaf, CPU.reserve
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
-    """acc [..., N] continued by a[..., k] * b[..., k, N] over ascending k."""
+    """Return acc [..., N] plus a[..., k] * b[..., k, N], one fma per k in ascending order."""
     for k in range(a.shape[-1]):
         acc = fma(a[..., k, None].expand_as(acc), b[..., k, :].expand_as(acc), acc)
     return acc
 
 
 def _leaf(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor):
-    """q [Hq, D] over keys k, v [n, Hq, D] of one leaf; returns fp32 m [Hq], l [Hq], acc [Hq, D]."""
+    """Return the fp32 state m [Hq], l [Hq], acc [Hq, D] of q [Hq, D] over one leaf k, v [n, Hq, D]."""
     heads, dim = q.shape
     m, l, acc = (torch.zeros(heads, n, dtype=torch.float32, device=q.device) for n in (1, 1, dim))
     for b in range(0, k.shape[0], KV_BLOCK):
         kb, vb = k[b : b + KV_BLOCK].float(), v[b : b + KV_BLOCK].float()
         zeros = torch.zeros(heads, kb.shape[0], dtype=torch.float32, device=q.device)
         s = _chain(q.float(), kb.permute(1, 2, 0), zeros) * scale
-        top = s.amax(1, keepdim=True)
+        row_max = s.amax(1, keepdim=True)
         if b == 0:
             m = s[:, :1] + RESERVE
-        moves = exp(top - m).to(q.dtype) >= 2
-        alpha, m = torch.where(moves, exp(m - (top + RESERVE)), 1.0), torch.where(moves, top + RESERVE, m)
+        rescale = exp(row_max - m).to(q.dtype) >= 2
+        alpha, m = torch.where(rescale, exp(m - (row_max + RESERVE)), 1.0), torch.where(rescale, row_max + RESERVE, m)
         p = exp(s - m).to(q.dtype).float()
         l = _chain(p, torch.ones_like(p)[..., None], l * alpha)
         acc = _chain(p, vb.transpose(0, 1), acc * alpha)
@@ -40,16 +43,16 @@ def _leaf(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor
 
 
 def _query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale):
-    """q [Hq, D] over its keys k, v [n, Hq, D]; returns fp32 out [Hq, D], m [Hq], l [Hq]."""
+    """Return fp32 out [Hq, D], m [Hq], l [Hq] of q [Hq, D] over its keys k, v [n, Hq, D]."""
     scale = torch.tensor(scale, dtype=torch.float32, device=q.device)
     m, l, acc = _leaf(q, k[:KV_LEAF], v[:KV_LEAF], scale)
-    for at in range(KV_LEAF, k.shape[0], KV_LEAF):
-        m_leaf, l_leaf, acc_leaf = _leaf(q, k[at : at + KV_LEAF], v[at : at + KV_LEAF], scale)
-        to = torch.where(m_leaf - m <= RESERVE, m, m_leaf)
-        before, after = exp(m - to), exp(m_leaf - to)
-        l = fma(l_leaf, after, l * before)
-        acc = fma(acc_leaf, after[:, None].expand_as(acc), acc * before[:, None])
-        m = to
+    for begin in range(KV_LEAF, k.shape[0], KV_LEAF):
+        m_leaf, l_leaf, acc_leaf = _leaf(q, k[begin : begin + KV_LEAF], v[begin : begin + KV_LEAF], scale)
+        merged = torch.where(m_leaf - m <= RESERVE, m, m_leaf)
+        alpha, beta = exp(m - merged), exp(m_leaf - merged)
+        l = fma(l_leaf, beta, l * alpha)
+        acc = fma(acc_leaf, beta[:, None].expand_as(acc), acc * alpha[:, None])
+        m = merged
     return acc / l[:, None] + 0.0, m, l
 
 
@@ -76,7 +79,7 @@ forward, paged = by_rows(_forward)
 
 @in_torch
 def backward(q, k, v, starts, out, m, l, d_out, scale):
-    """Softmax probabilities again from m and l, then the products of the chain rule, in fp32."""
+    """Recompute the probabilities from m and l, then dq, dk and dv by the chain rule, in fp32."""
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v))
     for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
@@ -86,7 +89,7 @@ def backward(q, k, v, starts, out, m, l, d_out, scale):
             i, hk = slice(first, last), h // group
             qh, kh, vh, g = q[i, h].float(), k[i, hk].float(), v[i, hk].float(), d_out[i, h].float()
 
-            def product(a, b, acc):  # a . b continuing acc
+            def product(a, b, acc):  # acc + a @ b
                 return _chain(a, b.expand(a.shape[0], *b.shape), acc)
 
             zeros, factor = (

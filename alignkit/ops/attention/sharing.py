@@ -1,5 +1,8 @@
-"""How the leaves of sequences with few queries are shared among programs, and what these leave in memory for the join: of shapes
-alone, so that a CUDA graph may hold it."""
+"""Partition of leaves among the programs of decode attention, and the workspace for their states.
+
+Everything here depends on shapes alone, so it is valid for replays of a CUDA graph. It affects speed and
+memory alone. few.py reads the workspace and its records.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +16,38 @@ from .._common import require
 from .._triton import next_power_of_2
 
 ROWS = 16
-"""Of a tile, positions times the heads of a group, unless that is larger."""
-A_MULTIPROCESSOR = 2
-"""Programs."""
-RUN = 8
-"""Words that a program leaves for those who join: see few.py."""
+"""schedule: rows of a decode tile (positions times heads of a GQA group), unless the group is larger."""
+PROGRAMS_PER_SM = 2  # schedule: programs of the decode kernel
+RECORD = 8
+"""schedule: int32 words of the record that a program writes for the merge kernel; see few.py."""
 WORKSPACE = 1 << 28
-"""Bytes for states of leaves: beyond that there are fewer programs, down to one a multiprocessor."""
+"""schedule: bytes for leaf states; a larger demand lowers the number of programs, down to one per SM."""
 
 
 class Sharing(NamedTuple):
+    """A partition of leaves among programs."""
+
     leaves: int
-    """Of a sequence, at most."""
+    """The largest number of leaves of a sequence."""
     parts: int
-    """Programs for each head of keys."""
+    """Programs per KV head."""
     slots: int
-    """States that a program may leave."""
+    """The largest number of states that a program writes."""
     state: int
-    """Numbers of a state: for each row its sums of values; then what is added to the scores of each, and the sums of probabilities,
-    of a multiple of 4 rows: 16 bytes each."""
+    """fp32 numbers per state: the unnormalized output of each row, then the offsets and the sums of probabilities.
+
+    The last two are padded to a multiple of 4 rows, or 16 bytes.
+    """
 
     def memory(self, kv_heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """For states, and for what programs say of them."""
+        """Allocate the states, fp32 [programs * slots, state], and the records, int32 [programs, RECORD]."""
         programs = self.parts * kv_heads
         states = torch.empty(programs * self.slots, self.state, dtype=torch.float32, device=device)
-        return states, torch.empty(programs, RUN, dtype=torch.int32, device=device)
+        return states, torch.empty(programs, RECORD, dtype=torch.int32, device=device)
 
 
 def positions(group: int) -> int:
-    """Queries of a tile."""
+    """Return the number of query positions of a decode tile."""
     return max(ROWS, next_power_of_2(group)) // group
 
 
@@ -50,55 +56,66 @@ def share(
     kv_heads: int,
     positions: int,
     longest: int,
-    a_multiprocessor: int = A_MULTIPROCESSOR,
+    programs_per_sm: int = PROGRAMS_PER_SM,
     programs: int = 0,
 ) -> Sharing:
-    """Of queries of the shape [T, Hq, D] over `kv_heads` heads of keys, in tiles of so many positions; `longest`: positions of a
-    sequence, at most. `programs`: in all, about; 0: so many on each multiprocessor."""
+    """Partition the leaves of queries of shape [T, Hq, D] among programs.
+
+    Args:
+        shape: [T, Hq, D].
+        kv_heads: KV heads.
+        positions: query positions of a tile.
+        longest: the largest number of positions of a sequence.
+        programs_per_sm: programs per SM, if `programs` is 0.
+        programs: the approximate number of programs in total; 0: `programs_per_sm` on each SM, within WORKSPACE.
+    """
     tokens, heads, dim = shape
     leaves, rows = max(-(-longest // SM90.kv_leaf), 1), positions * heads // kv_heads
     state = rows * dim + 2 * (-(-rows // 4) * 4)
-    require(tokens * leaves * kv_heads < 2**31, f"block_table: {longest} positions are too many for {tokens} queries")
+    require(
+        tokens * leaves * kv_heads < 2**31,
+        f"block_table: queries x leaves x KV heads must be below 2**31, got {tokens} queries of {longest} positions",
+    )
     if not programs:
         room = WORKSPACE // (4 * state * leaves)
-        programs = min(SM90.multiprocessors * a_multiprocessor, max(room, SM90.multiprocessors))
+        programs = min(SM90.sm_count * programs_per_sm, max(room, SM90.sm_count))
     parts = max(min(programs // kv_heads, tokens * leaves), 1)
     return Sharing(leaves, parts, min(-(-tokens * leaves // parts), leaves - 1) + 1, state)
 
 
-class Kind(NamedTuple):
-    """What of a batch the kernels of few queries are compiled for."""
+class Variant(NamedTuple):
+    """The properties of a batch for which the decode kernels are specialized."""
 
-    at_once: int
-    """Sequences that a program looks at, 1 where there is no other: a warp's, or more."""
+    chunk: int
+    """Sequences whose lengths a program reads at a time: 1 (the batch has one), 32 (one per lane) or 512."""
     more: bool
-    """There are more than that."""
-    alone: bool
-    """There is no more than a leaf for each multiprocessor: one program at a time is on it."""
-    searched: bool
-    """Rows are fewer than borders between programs: who joins searches those for that of its row. One row's is the first."""
+    """True if the batch has more than `chunk` sequences."""
+    one_per_sm: bool
+    """True if the batch has at most one leaf per SM, so each SM runs one program."""
+    search: bool
+    """True if rows are fewer than records: the merge kernel searches for its row's record. One row's is the first."""
 
 
-def kind(seqs: int, tokens: int, all_of_them: bool, kv_heads: int, shared: Sharing) -> Kind:
-    """`all_of_them`: it is taken for one query each; else there are more rows, and nobody searches."""
-    at_once = 1 if seqs == 1 else 32 if seqs <= 32 else 512
-    alone = seqs * shared.leaves * kv_heads <= SM90.multiprocessors
-    return Kind(at_once, seqs > at_once, alone, all_of_them and 1 < tokens < shared.parts - 1)
+def variant(seqs: int, tokens: int, decode_all: bool, kv_heads: int, shared: Sharing) -> Variant:
+    """Return the variant of a batch; `decode_all`: tiles have one query, which is required for `search`."""
+    chunk = 1 if seqs == 1 else 32 if seqs <= 32 else 512
+    one_per_sm = seqs * shared.leaves * kv_heads <= SM90.sm_count
+    return Variant(chunk, seqs > chunk, one_per_sm, decode_all and 1 < tokens < shared.parts - 1)
 
 
-def batches(heads: int, kv_heads: int, dim: int, longest: int, most: int) -> list[int]:
-    """How many sequences, up to `most`: the first number of each kind, of one query each."""
-    first: dict[Kind, int] = {}
-    for seqs in range(1, most + 1):
+def variant_batches(heads: int, kv_heads: int, dim: int, longest: int, max_seqs: int) -> list[int]:
+    """Return the smallest batch of each variant, for batches of 1 to max_seqs sequences of one query each."""
+    first: dict[Variant, int] = {}
+    for seqs in range(1, max_seqs + 1):
         shared = share((seqs, heads, dim), kv_heads, 1, longest)
-        first.setdefault(kind(seqs, seqs, True, kv_heads, shared), seqs)
+        first.setdefault(variant(seqs, seqs, True, kv_heads, shared), seqs)
     return list(first.values())
 
 
 def workspace(q: torch.Tensor, kv_heads: int, longest: int) -> int:
-    """How many numbers the states are at most, of no more queries than q's."""
-    most = 0
-    for of_tile in (1, positions(q.shape[1] // kv_heads)):
-        s = share(q.shape, kv_heads, of_tile, longest)
-        most = max(most, s.parts * kv_heads * s.slots * s.state)
-    return most
+    """Return the largest number of fp32 elements of the states, for at most as many queries as q has."""
+    size = 0
+    for tile_queries in (1, positions(q.shape[1] // kv_heads)):
+        s = share(q.shape, kv_heads, tile_queries, longest)
+        size = max(size, s.parts * kv_heads * s.slots * s.state)
+    return size

@@ -1,14 +1,16 @@
-"""The gated delta rule, backward: how the gradient of the state goes back over chunks.
-docs/contract.md, "Gated delta rule".
+"""Backward pass of the gated delta rule's chunk states. docs/contract.md, "Gated delta rule".
 
-Of a sequence and a head, with rows of a chunk as matrices, last chunk first, from D = dht or 0:
+Each sequence and head is computed chunk by chunk, last chunk first, starting from D = dht or 0. With the rows of a
+chunk as matrices:
 
     dh = D
     dv2 = dv + exp(g_last - g) (k D)
     D = exp(g_last) exp(gk_last) D + scale (exp(g) q)^T do - w^T dv2
 
-and dh0 is what D is at last. g (a number a row) and gk (a number a row and channel of k) are sums of log decays from
-the chunk's first row on; where one is absent, so is its factor. "last" is the chunk's last row.
+dh0 is the final D. g (one number per row) and gk (one per row and channel of k) are sums of log decays from the chunk's
+first row on; the factor of an absent gate is 1. "last" is the chunk's last row.
+
+Public: `chunk_gated_delta_rule_bwd_dhu` (docs/api/ops.md).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from ...runtime import dispatch
-from .._calls import final, op
+from .._calls import forbid_double_backward, op
 from .._common import (
     WITH_FP16,
     check_device,
@@ -25,15 +27,13 @@ from .._common import (
     check_like,
     check_number,
     check_tensor,
-    looks,
+    checks_values,
     require,
 )
 from .problem import Delta
 
-CHUNK = 64
-"""Rows of a chunk."""
-DIMS = (64, 128, 256)
-"""Head dimensions, K and V."""
+CHUNK = 64  # contract: rows per chunk
+DIMS = (64, 128, 256)  # schedule: head dimensions, K and V, with kernels
 INTS = (torch.int32, torch.int64)
 
 
@@ -42,14 +42,15 @@ def _check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _check_tensors(q, k, w, do, dv, g, gk, dht, sequences: int, state_v_first: bool) -> None:
+    """Raise InputError for a tensor of invalid shape, dtype or device."""
     for name, t in (("q", q), ("k", k), ("w", w), ("do", do), ("dv", dv)):
         check_tensor(name, t, 4, WITH_FP16)
         check_like(name, t, "q", q)
     (batch, rows, key_heads, k_dim), (heads, v_dim) = q.shape, do.shape[2:]
-    require(k_dim in DIMS, f"q: head dimension {k_dim} is none of {', '.join(map(str, DIMS))}")
-    require(v_dim in DIMS, f"do: head dimension {v_dim} is none of {', '.join(map(str, DIMS))}")
-    require(batch > 0 and rows > 0 and key_heads > 0, f"q: empty, shape {tuple(q.shape)}")
-    require(heads > 0 and heads % key_heads == 0, f"q: {key_heads} heads do not divide do's {heads}")
+    require(k_dim in DIMS, f"q: head dimension must be one of {', '.join(map(str, DIMS))}, got {k_dim}")
+    require(v_dim in DIMS, f"do: head dimension must be one of {', '.join(map(str, DIMS))}, got {v_dim}")
+    require(batch > 0 and rows > 0 and key_heads > 0, f"q: must not be empty, got shape {tuple(q.shape)}")
+    require(heads > 0 and heads % key_heads == 0, f"q: number of heads must divide do's {heads}, got {key_heads}")
     _check_shape("k", k, tuple(q.shape))
     _check_shape("w", w, (batch, rows, heads, k_dim))
     _check_shape("do", do, (batch, rows, heads, v_dim))
@@ -59,25 +60,25 @@ def _check_tensors(q, k, w, do, dv, g, gk, dht, sequences: int, state_v_first: b
     for name, t, shape in shapes:
         if t is not None:
             check_tensor(name, t, len(shape), (torch.float32,))
-            require(t.device == q.device, f"{name}: device {t.device} differs from q's {q.device}")
+            require(t.device == q.device, f"{name}: device must be q's {q.device}, got {t.device}")
             _check_shape(name, t, shape)
 
 
 def _check_sequences(cu_seqlens, num_chunks: int | None, q: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """cu_seqlens, dense, and the number of chunks."""
+    """Check cu_seqlens, and return it contiguous with the number of chunks."""
     check_tensor("cu_seqlens", cu_seqlens, 1, INTS)
-    require(cu_seqlens.device == q.device, f"cu_seqlens: device {cu_seqlens.device} differs from q's {q.device}")
-    require(len(cu_seqlens) > 1, "cu_seqlens: no sequence")
-    require(q.shape[0] == 1, f"q: packed sequences lie in a batch of 1, got {q.shape[0]}")
-    if num_chunks is None or looks(q.device):
+    require(cu_seqlens.device == q.device, f"cu_seqlens: device must be q's {q.device}, got {cu_seqlens.device}")
+    require(len(cu_seqlens) > 1, f"cu_seqlens: must have at least 2 entries, got {len(cu_seqlens)}")
+    require(q.shape[0] == 1, f"q: packed sequences require a batch of 1, got {q.shape[0]}")
+    if num_chunks is None or checks_values(q.device):
         require(int(cu_seqlens[0]) == 0, "cu_seqlens: must begin with 0")
         require(bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all()), "cu_seqlens: must not decrease")
         last = int(cu_seqlens[-1])
-        require(last == q.shape[1], f"cu_seqlens: ends at {last}, q has {q.shape[1]} rows")
+        require(last == q.shape[1], f"cu_seqlens: last entry must equal q's {q.shape[1]} rows, got {last}")
         counted = int(((cu_seqlens.diff() + CHUNK - 1) // CHUNK).sum())
-        require(num_chunks in (None, counted), f"num_chunks: {num_chunks}, cu_seqlens has {counted} chunks")
+        require(num_chunks in (None, counted), f"num_chunks: must equal cu_seqlens' {counted} chunks, got {num_chunks}")
         num_chunks = counted
-    require(num_chunks > 0, "cu_seqlens: all sequences are empty")
+    require(num_chunks > 0, "cu_seqlens: at least one sequence must have rows")
     return cu_seqlens.contiguous(), num_chunks
 
 
@@ -99,36 +100,38 @@ def chunk_gated_delta_rule_bwd_dhu(
     base2: bool = False,
     need_dh0: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The gradient of the state at the end of each chunk of 64 rows, and that of the new values through it.
+    """Compute the gradient of the state at the end of each chunk of 64 rows, and the gradient of the new values.
 
-    A sequence's results depend on the sequence alone: not on what it is packed with or where, the number of heads, or
-    the device's size. Dense and packed give the same bits. It has no gradient of its own: to differentiate its results
-    is refused.
+    A sequence's results depend on the sequence alone, not on the packing, the number of heads or the device. Dense and
+    packed layouts give the same bits. Differentiating the results raises an UnsupportedError.
 
     Args:
-        q, k: [B, T, H, K], bf16, fp16 or fp32; K is 64, 128 or 256.
-        w: [B, T, HV, K], q's type; H divides HV, and head h of w goes with head h // (HV / H) of q and k.
-        do, dv: [B, T, HV, V], q's type; V is 64, 128 or 256.
-        g: None, or fp32 [B, T, HV]: log decay, summed from the first row of the chunk on.
-        gk: None, or fp32 [B, T, HV, K]: likewise, for each channel of the state; the last row of each chunk is read.
-        dht: None, or fp32 [N, HV, K, V]: the gradient of the final states.
+        q: [B, T, H, K], bf16, fp16 or fp32; K is 64, 128 or 256.
+        k: q's shape, dtype and device.
+        w: [B, T, HV, K], q's dtype. H divides HV; head h of w uses head h // (HV / H) of q and k.
+        do: [B, T, HV, V], q's dtype; V is 64, 128 or 256.
+        dv: do's shape and dtype.
+        g: None, or fp32 [B, T, HV]: log decays, summed from the chunk's first row on.
+        gk: None, or fp32 [B, T, HV, K]: the same per channel of the state; only each chunk's last row is read.
+        dht: None, or fp32 [N, HV, K, V]: the gradient of the final states of the N sequences (N = B if dense).
         scale: factor of q; None: ``K ** -0.5``.
-        cu_seqlens: None, or int32 or int64 [N + 1]: N sequences packed in B = 1; sequence i is rows ``cu_seqlens[i]``
-            to ``cu_seqlens[i + 1]``. It begins with 0, does not decrease and ends at T. An empty sequence has no chunk,
-            and dht, or zeros, for its dh0. On a GPU, if num_chunks is given, its values are not checked: of wrong ones
-            the results are meaningless, but rows beyond T are not touched.
-        num_chunks: how many chunks these sequences have together. None: counted, which waits for a GPU. Of a wrong
-            number, chunks beyond it are left out, and those that do not exist are not written.
-        state_v_first: states (dht, dh, dh0) are [.., V, K] instead of [.., K, V].
+        cu_seqlens: None for B dense sequences, or int32 or int64 [N + 1] for N sequences packed in B = 1. Sequence i
+            has the rows from ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``. cu_seqlens begins with 0, does not decrease
+            and ends at T. An empty sequence has no chunk, and its dh0 is dht or 0. On a GPU the values are unchecked if
+            num_chunks is given; invalid values give meaningless results, but no access beyond row T.
+        num_chunks: total number of chunks of the packed sequences. None: counted, which synchronizes with the GPU. With
+            a wrong number, chunks beyond it are dropped, and the results of missing chunks are uninitialized.
+        state_v_first: dht, dh and dh0 are [..., V, K] instead of [..., K, V].
         base2: gates are logarithms to base 2 instead of e.
-        need_dh0: return the gradient of the initial states.
+        need_dh0: also return the gradient of the initial states.
 
     Returns:
-        dh [B, NT, HV, K, V], q's type: NT chunks, of packed sequences one sequence after the other; dh0 fp32
-        [N, HV, K, V], or None; dv2 [B, T, HV, V], q's type.
+        dh: [B, NT, HV, K, V], q's dtype, for NT chunks per sequence; packed sequences: NT = num_chunks, in order.
+        dh0: fp32 [N, HV, K, V], or None.
+        dv2: [B, T, HV, V], q's dtype.
 
     Raises:
-        InputError: shapes, types, devices or, where they are looked at, values do not fit.
+        InputError: a shape, dtype, device or checked value is invalid.
     """
     for name, flag in (("state_v_first", state_v_first), ("base2", base2), ("need_dh0", need_dh0)):
         check_flag(name, flag)
@@ -137,7 +140,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     check_tensor("q", q, 4, WITH_FP16)
     check_device("q", q)
     if cu_seqlens is None:
-        require(num_chunks is None, "num_chunks: only packed sequences have it")
+        require(num_chunks is None, f"num_chunks: requires cu_seqlens, got {num_chunks}")
         chunks = -(-q.shape[1] // CHUNK)
     else:
         cu_seqlens, chunks = _check_sequences(cu_seqlens, num_chunks, q)
@@ -151,6 +154,6 @@ def chunk_gated_delta_rule_bwd_dhu(
     dh0 = q.new_empty(sequences, heads, *state, dtype=torch.float32) if need_dh0 else None
     dv2 = torch.empty(dv.shape, dtype=dv.dtype, device=dv.device)
     g, gk, dht = (t if t is None else t.contiguous() for t in (g, gk, dht))
-    kernel = dispatch.choose("gated_delta_rule", Delta(dispatch.name(q.device), q.dtype)).load()
+    kernel = dispatch.choose("gated_delta_rule", Delta(dispatch.backend_of(q.device), q.dtype)).load()
     kernel.bwd_dhu(q, k, w, do, dv, g, gk, dht, scale, cu_seqlens, state_v_first, base2, dh, dh0, dv2)
-    return final("chunk_gated_delta_rule_bwd_dhu", (dh, dh0, dv2), inputs)
+    return forbid_double_backward("chunk_gated_delta_rule_bwd_dhu", (dh, dh0, dv2), inputs)

@@ -1,4 +1,7 @@
-"""CUDA: the tensor core and the copy engine (csrc/sm90/delta/gated_delta_rule.cu). fp32 is Triton's."""
+"""CUDA gated delta rule (WGMMA and TMA, csrc/sm90/delta/gated_delta_rule.cu), for bf16 and fp16.
+
+The names and order of the fields of `_Delta` must equal the library's, which is checked when this file is imported.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from .problem import Delta
 
 @cuda.mirrors("AlignkitDelta")
 class _Delta(ctypes.Structure):
-    """AlignkitDelta of csrc/sm90/delta/gated_delta_rule.cu."""
+    """Mirror of AlignkitDelta in csrc/sm90/delta/gated_delta_rule.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "w", "d_o", "dv")),
@@ -30,13 +33,14 @@ class _Delta(ctypes.Structure):
 
 
 def _copied(t: torch.Tensor) -> torch.Tensor:
-    """t as the copy engine takes it: rows contiguous, strides and address multiples of 16 bytes."""
-    whole = t.stride(3) == 1 and all(s > 0 and s % 8 == 0 for s in t.stride()[:3]) and t.data_ptr() % 16 == 0
-    return t if whole else t.clone(memory_format=torch.contiguous_format)
+    """Return t, or a contiguous copy unless TMA can read it: unit-stride rows, 16-byte aligned strides and address."""
+    readable = t.stride(3) == 1 and all(s > 0 and s % 8 == 0 for s in t.stride()[:3]) and t.data_ptr() % 16 == 0
+    return t if readable else t.clone(memory_format=torch.contiguous_format)
 
 
-def refuses(p: Delta) -> str | None:
-    return "fp32" if p.dtype == torch.float32 else None
+def rejects(p: Delta) -> str | None:
+    """Return why the kernel does not take a problem, or None if it does."""
+    return "dtype: must be bf16 or fp16, got fp32" if p.dtype == torch.float32 else None
 
 
 def bwd_dhu(
@@ -57,8 +61,11 @@ def bwd_dhu(
     dv2,
     columns: int = 0,
 ) -> None:
-    """Fills dh, dh0 (or None) and dv2. columns: a schedule, on which no bit depends; 32, 64 or 128 of V to a
-    multiprocessor (64 for K = 256, and at most V), 0: as is best."""
+    """Write dh, dh0 (unless None) and dv2.
+
+    columns: a schedule, which changes no bit: columns of V per SM, 32, 64 or 128, at most V (64 for K = 256); 0:
+    automatic.
+    """
     inputs = [_copied(t) for t in (q, k, w, do, dv)]
     taken = None if cu_seqlens is None else torch.empty(1, dtype=torch.int32, device=q.device)
     p = _Delta(

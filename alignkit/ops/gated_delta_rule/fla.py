@@ -1,5 +1,7 @@
-"""For users of flash-linear-attention: its function by this name with its arguments, and `register`, after which its
-layers call it."""
+"""Integration with flash-linear-attention: a drop-in function, and `register`, which makes its layers call alignkit.
+
+The parameters of the function are those of fla-core 0.6. `register` is public (docs/api/ops.md).
+"""
 
 from __future__ import annotations
 
@@ -38,29 +40,42 @@ def chunk_gated_delta_rule_bwd_dhu(
     use_exp2: bool = True,
     transpose_state_layout: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """`alignkit.ops.gated_delta_rule.chunk_gated_delta_rule_bwd_dhu` by the arguments of fla-core 0.6, in their order.
+    """Compute `alignkit.ops.gated_delta_rule.chunk_gated_delta_rule_bwd_dhu` from the arguments of fla-core 0.6.
 
     Args:
-        h0: None, or the initial states: then dh0 is returned.
-        chunk_size: 64.
-        chunk_indices: of packed sequences, as long as they have chunks; with it nothing waits for the device.
-        chunk_offsets, use_graph: not needed. Every call can be captured in a CUDA graph, if chunk_indices is given.
-        use_exp2: of fla-core before 0.6, where False is the default: gates are logarithms to base e. Give it there.
-        transpose_state_layout: of fla-core before 0.6: state_v_first.
+        q: [B, T, H, K]; this and all other tensors as in the op, but g, gk and dht may also be fp16 or bf16.
+        k: [B, T, H, K].
+        w: [B, T, HV, K].
+        do: [B, T, HV, V].
+        dv: [B, T, HV, V].
+        g: None, or [B, T, HV].
+        gk: None, or [B, T, HV, K].
+        h0: None, or the initial states; if given, dh0 is returned. Its values are not read.
+        dht: None, or [N, HV, K, V].
+        scale: factor of q; None: ``K ** -0.5``.
+        state_v_first: states are [..., V, K] instead of [..., K, V].
+        cu_seqlens: None, or int32 or int64 [N + 1].
+        chunk_size: must be 64.
+        chunk_indices: None, or a tensor with one row per chunk of the packed sequences, which saves a synchronization.
+        chunk_offsets: ignored.
+        use_graph: ignored; calls with chunk_indices, and dense ones, can always be captured in a CUDA graph.
+        use_exp2: gates are logarithms to base 2. Callers written for fla-core before 0.6, whose default is False, must
+            pass it.
+        transpose_state_layout: the name of state_v_first in fla-core before 0.6.
 
     Returns:
-        dh, dh0 or None, dv2.
+        dh, dh0 or None, and dv2, as the op.
 
     Raises:
-        InputError: as the op does, and for another chunk_size.
+        InputError: an argument is invalid for the op, or chunk_size is not 64.
     """
-    require(check_int("chunk_size", chunk_size) == CHUNK, f"chunk_size: {chunk_size} is not {CHUNK}")
+    require(check_int("chunk_size", chunk_size) == CHUNK, f"chunk_size: must be {CHUNK}, got {chunk_size}")
     base2, v_first = check_flag("use_exp2", use_exp2), check_flag("state_v_first", state_v_first)
     v_first = check_flag("transpose_state_layout", transpose_state_layout) or v_first
     num_chunks = None
     if cu_seqlens is not None and chunk_indices is not None:
         check_plain("chunk_indices", chunk_indices)
-        require(chunk_indices.numel() > 0, "chunk_indices: empty")
+        require(chunk_indices.numel() > 0, "chunk_indices: must not be empty")
         num_chunks = len(chunk_indices)
     for name, t in (("g", g), ("gk", gk), ("dht", dht)):
         if t is not None:
@@ -89,50 +104,50 @@ def chunk_gated_delta_rule_bwd_dhu(
         raise InputError(f"chunk_indices: {str(e).removeprefix('num_chunks: ')}") from None
 
 
-def _refused(q: torch.Tensor, do: torch.Tensor, chunk_size: int = CHUNK, **_) -> str | None:
-    """Why a call is not for this project's kernels, or None."""
+def _unsupported(q: torch.Tensor, do: torch.Tensor, chunk_size: int = CHUNK, **_) -> str | None:
+    """Return why alignkit's kernels do not support a call, or None if they do."""
     try:
-        dispatch.name(q.device)
+        dispatch.backend_of(q.device)
     except BackendError as e:
         return str(e)
     if q.dtype not in TYPES:
-        return f"q: dtype {q.dtype} is none of {', '.join(map(str, TYPES))}"
+        return f"q: dtype must be one of {', '.join(map(str, TYPES))}, got {q.dtype}"
     if q.shape[-1] not in DIMS or do.shape[-1] not in DIMS:
-        return f"head dimensions {q.shape[-1]}, {do.shape[-1]} are not all among {', '.join(map(str, DIMS))}"
-    return None if chunk_size == CHUNK else f"chunk_size {chunk_size} is not {CHUNK}"
+        return f"head dimensions: must be among {', '.join(map(str, DIMS))}, got {q.shape[-1]} and {do.shape[-1]}"
+    return None if chunk_size == CHUNK else f"chunk_size: must be {CHUNK}, got {chunk_size}"
 
 
 def register() -> None:
-    """From now on flash-linear-attention's layers call this project's kernels, by its backend dispatch.
+    """Register alignkit's kernels as a backend of flash-linear-attention, whose layers then call them.
 
-    Calls that they are not for (other devices, head dimensions or types, chunks of another size) go to
-    flash-linear-attention's own kernels as before; it logs that. Wrong arguments raise an InputError.
+    flash-linear-attention keeps its own kernels for unsupported calls (other devices, head dimensions, dtypes or chunk
+    sizes) and logs the reason. Invalid arguments raise an InputError.
 
     Raises:
-        UnsupportedError: flash-linear-attention is not installed, or older than 0.6, which does not dispatch this
-            function: call the one above in its place.
+        UnsupportedError: flash-linear-attention is not installed, or is older than 0.6 and cannot dispatch this
+            function; call `chunk_gated_delta_rule_bwd_dhu` of this module instead.
     """
     if importlib.util.find_spec("fla") is None:
         raise UnsupportedError("flash-linear-attention is not installed")
     if importlib.util.find_spec("fla.backends") is None:
         raise UnsupportedError(
-            "fla-core before 0.6 does not dispatch this function: call "
-            "alignkit.ops.gated_delta_rule.fla.chunk_gated_delta_rule_bwd_dhu in its place"
+            "fla-core: must be 0.6 or newer to dispatch this function. "
+            "Call alignkit.ops.gated_delta_rule.fla.chunk_gated_delta_rule_bwd_dhu instead."
         )
-    from fla import backends as theirs  # pyright: ignore[reportAttributeAccessIssue] - it is not this file
+    from fla import backends as theirs  # pyright: ignore[reportAttributeAccessIssue] - another module named fla
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu as function
 
     arguments = inspect.signature(function)
 
-    class Backend(theirs.BaseBackend):  # pyright: ignore[reportAttributeAccessIssue] - it is not this file
+    class Backend(theirs.BaseBackend):  # pyright: ignore[reportAttributeAccessIssue] - another module named fla
         backend_type = "alignkit"
         priority = -1
 
         def chunk_gated_delta_rule_bwd_dhu_verifier(self, *args, **kwargs):
-            reason = _refused(**arguments.bind(*args, **kwargs).arguments)
+            reason = _unsupported(**arguments.bind(*args, **kwargs).arguments)
             return reason is None, reason
 
         def chunk_gated_delta_rule_bwd_dhu(self, *args, **kwargs):
             return chunk_gated_delta_rule_bwd_dhu(**arguments.bind(*args, **kwargs).arguments)
 
-    theirs.register("common")(Backend)  # pyright: ignore[reportAttributeAccessIssue] - it is not this file
+    theirs.register("common")(Backend)  # pyright: ignore[reportAttributeAccessIssue] - another module named fla

@@ -1,5 +1,7 @@
-"""The ways to compute the backward of the gated delta rule's state. On a CPU the reference: models with it are trained
-on GPUs, fastest first."""
+"""Table of the kernels of the gated delta rule's backward pass (`dispatch.OPS`), fastest first.
+
+The order affects speed alone. The CPU has only the reference.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from ...runtime.families import CUDA, REFERENCE, TRITON
 
 ORDER = {
     "gated_delta_rule": (
-        Kernel("cuda", CUDA, "cuda", rule="refuses"),
+        Kernel("cuda", CUDA, "cuda", rule="rejects"),
         Kernel("triton", TRITON, "triton"),
         Kernel("reference", REFERENCE, "reference"),
     )

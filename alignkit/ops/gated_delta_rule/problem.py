@@ -1,4 +1,7 @@
-"""The gated delta rule's backward as it is described to those who may compute it."""
+"""Description of a gated delta rule backward problem, the input of kernel selection.
+
+The rules in cuda.py read the fields; alignkit/explain.py fills them from words.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import torch
 
 
 class Delta(NamedTuple):
+    """A gated delta rule backward problem: backend and dtype."""
+
     backend: str
-    """The fastest that may compute it."""
+    """The fastest eligible backend."""
     dtype: torch.dtype

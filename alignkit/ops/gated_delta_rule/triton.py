@@ -1,5 +1,8 @@
-"""Triton: a program a sequence, a head and some columns of V. Its products, and where it rounds, are CUDA's; so are its
-bits."""
+"""Triton gated delta rule: one program per sequence, head and slice of V.
+
+Products and rounding points are those of the CUDA kernel, so the bits are too. `columns` of `bwd_dhu`, num_warps and
+num_stages are free.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ from . import CHUNK
 
 @triton.jit
 def _start(CU, i, rows):
-    """Where sequence i begins, within the rows there are."""
+    """Return the first row of sequence i, clamped to [0, rows]."""
     return tl.minimum(tl.maximum(tl.load(CU + i).to(tl.int64), 0), rows)
 
 
 @triton.jit
 def _rows_of(P, row, rows, pitch, first, W: tl.constexpr, C: tl.constexpr):
-    """[C, W] of rows row to rows - 1 of a head, a head's row `pitch` after the other; zeros beyond."""
+    """Load C rows from `row` on and W columns from `first` on, as [C, W]; rows from `rows` on are zero."""
     r = row + tl.arange(0, C)
-    at = r.to(tl.int64)[:, None] * pitch + (first + tl.arange(0, W))[None, :]
-    return tl.load(P + at, mask=(r < rows)[:, None], other=0.0)
+    offsets = r.to(tl.int64)[:, None] * pitch + (first + tl.arange(0, W))[None, :]
+    return tl.load(P + offsets, mask=(r < rows)[:, None], other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "heads", "group"])
@@ -54,6 +57,7 @@ def _back(
     V_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Compute one sequence, head and slice of BV columns of V; `unit` converts gates to exponents of 2."""
     first = tl.program_id(0) * BV
     head = tl.program_id(1) % heads
     sequence = tl.program_id(1) // heads
@@ -68,7 +72,7 @@ def _back(
         for i in range(sequence):
             before += ((tl.maximum(_start(CU, i + 1, rows) - _start(CU, i, rows), 0) + C - 1) // C).to(tl.int32)
     key_heads = heads // group
-    # The first row of this sequence and head.
+    # Addresses of the first row of this sequence and head.
     q = Q + (begin * key_heads + head // group) * K
     k = K_ + (begin * key_heads + head // group) * K
     w = W + (begin * heads + head) * K
@@ -90,9 +94,9 @@ def _back(
         chunk = steps - 1 - step
         row = chunk * C
         rounded = D.to(Q.dtype.element_ty)
-        at = (before + chunk).to(tl.int64) * heads + head
-        # Where the number of chunks is wrong, those beyond it have no place.
-        tl.store(DH + at * K * V + inner, rounded, mask=(before + chunk < chunks) | (CU is None))
+        state_index = (before + chunk).to(tl.int64) * heads + head
+        # With a wrong num_chunks, dh has no room for the chunks beyond it.
+        tl.store(DH + state_index * K * V + inner, rounded, mask=(before + chunk < chunks) | (CU is None))
 
         x = tl.dot(_rows_of(k, row, count, key_heads * K, 0, K, C), rounded, input_precision=PRECISION)
         of_dv = tl.full((C,), 1.0, tl.float32)
@@ -109,7 +113,7 @@ def _back(
             decay = tl.exp2(g_last * unit) * decay
         if GK is not None:
             decay = decay * tl.exp2(tl.load(GK + ((begin + last) * heads + head) * K + of_k) * unit)
-        # Not x + dv: the compiler folds `dot(a, b, 0) + c` into `dot(a, b, c)`, which is another order.
+        # fma instead of x + dv: the compiler folds `dot(a, b, 0) + c` into `dot(a, b, c)`, which sums in another order.
         x = tl.fma(
             tl.broadcast_to(of_dv[:, None], (C, BV)),
             x,
@@ -135,7 +139,7 @@ def _back(
 def bwd_dhu(
     q, k, w, do, dv, g, gk, dht, scale: float, cu_seqlens, state_v_first: bool, base2: bool, dh, dh0, dv2
 ) -> None:
-    """Fills dh, dh0 (or None) and dv2."""
+    """Write dh, dh0 (unless None) and dv2."""
     q, k, w, do, dv = (t.contiguous() for t in (q, k, w, do, dv))
     key_dim, heads, value_dim = q.shape[3], *do.shape[2:]
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1

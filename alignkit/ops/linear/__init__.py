@@ -1,6 +1,7 @@
-"""Matrix products of the contract: a chain per output, or a k-tree for row-parallel layers.
+"""Linear layers of the contract: one chain per output, or a k-tree for row-parallel layers.
 
-docs/contract.md, "Linear".
+docs/contract.md, "Linear". Public: `linear` and `row_parallel_linear` (docs/api/ops.md). Other ops call `matmul`,
+`matmul_into` and `row_sum`.
 """
 
 from __future__ import annotations
@@ -28,23 +29,35 @@ def matmul(
     to: torch.Tensor | None = None,
     spare: int = 0,
 ) -> torch.Tensor:
-    """[M, N] = a [M, K] . b [N, K]^T, any strides; each output a chain over ascending k, or `leaves` such chains
-    joined by the balanced tree; plus bias [N] in fp32; rounded to `out_dtype`. With `out` (fp32, unit stride in the
-    last dim, one leaf) the chains continue from what `out` holds on a CPU, and are added to it on a GPU. With `to`, the
-    result takes the place of what `to` holds, in its type. spare: multiprocessors that are left to what runs beside it, by a
-    way that can."""
+    """Return a . b^T in the contract's order, plus a bias, rounded once.
+
+    Args:
+        a: [M, K], any strides.
+        b: [N, K], any strides.
+        leaves: Chains over ascending k per output; their sums are added by the balanced tree.
+        bias: [N] or None; added in fp32.
+        out_dtype: Result dtype, if neither `out` nor `to` is given.
+        out: fp32 [M, N] to accumulate into, unit column stride, one leaf. The chains continue from its values on a
+            CPU and are added to it on a GPU.
+        to: [M, N] to overwrite with the result, in its own dtype.
+        spare: SMs to leave to concurrent kernels, for kernels that support it.
+
+    Returns:
+        [M, N]: `out`, `to`, or a new tensor. Not differentiable.
+    """
     accumulate = out is not None
     if out is None:
         out = to if to is not None else torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     if out.numel():
-        product(a, b, leaves, bias, out, accumulate, spare)
+        matmul_into(a, b, leaves, bias, out, accumulate, spare)
     return out
 
 
 _launches: dict[Product, Callable] = {}
+"""Cached launchers by problem."""
 
 
-def product(
+def matmul_into(
     a: torch.Tensor,
     b: torch.Tensor,
     leaves: int,
@@ -53,9 +66,9 @@ def product(
     accumulate: bool,
     spare: int = 0,
 ) -> None:
-    """out [M, N] <- a [M, K] . b [N, K]^T, as `matmul` says."""
-    backend = dispatch.name(a.device)
-    if (module := dispatch.sole("linear", backend)) is not None:
+    """Compute out [M, N] = a [M, K] . b [N, K]^T; see `matmul`."""
+    backend = dispatch.backend_of(a.device)
+    if (module := dispatch.static_kernel("linear", backend)) is not None:
         module.matmul(a, b, leaves, bias, out, accumulate)
         return
     p = Product.of(backend, a, b, leaves, bias, out, accumulate, spare)
@@ -84,7 +97,7 @@ class _Linear(torch.autograd.Function):
             )
         else:
             y = matmul(x2, weight, leaves=row_leaves or 1, bias=bias, out_dtype=out_dtype)
-        ctx.save_for_backward(x, weight)  # gathered again in backward: only this rank's rows are kept
+        ctx.save_for_backward(x, weight)  # saves this rank's rows only; backward gathers again
         ctx.op = "row_parallel_linear" if row_leaves else "linear"
         ctx.args = (bias is not None, tp, sequence_parallel, bool(row_leaves))
         shape = [*full.shape[:-1], weight.shape[0]]
@@ -125,13 +138,13 @@ class _Linear(torch.autograd.Function):
 
 
 def row_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32 [N]: sum of x [M, N] over rows, a chain in row order; continues from `out` if given."""
+    """Return the sum of x [M, N] over rows, fp32 [N], a chain in row order; accumulate into `out` if given."""
     ones = torch.ones(1, x.shape[0], dtype=x.dtype, device=x.device)
     return matmul(ones, x.t(), out=None if out is None else out[None])[0]
 
 
 def _gradients(x: torch.Tensor, weight: torch.Tensor) -> tuple[bool, bool]:
-    """Of which of them the backward pass will ask for the gradient: the ranks' sums and gathers there follow from it."""
+    """Return whether x and weight need gradients; the collectives of the backward pass depend on it."""
     return torch.is_grad_enabled() and x.requires_grad, torch.is_grad_enabled() and weight.requires_grad
 
 
@@ -140,19 +153,21 @@ def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
     check_weight(x, weight, bias, dtypes=WITH_FP16)
     require(
         out_dtype is None or (isinstance(out_dtype, torch.dtype) and out_dtype in (x.dtype, torch.float32)),
-        f"out_dtype: {out_dtype} is neither x's {x.dtype} nor torch.float32",
+        f"out_dtype: must be x's {x.dtype} or torch.float32, got {out_dtype}",
     )
-    require(not sequence_parallel or x.ndim >= 2, "x: sequence_parallel needs a sequence dimension in front")
+    require(
+        not sequence_parallel or x.ndim >= 2,
+        f"x: must have a leading sequence dimension with sequence_parallel, got shape {tuple(x.shape)}",
+    )
     if row:
         k = x.shape[-1] * tp.size
         leaves = k_leaves(k)
         require(
-            leaves % tp.size == 0,
-            f"tp: {tp.size} ranks cannot share the {leaves} leaves that the contract cuts k = {k} into",
+            leaves % tp.size == 0, f"tp: size must divide the {leaves} k-tree leaves of k = {k}, got {tp.size} ranks"
         )
         require(
             not sequence_parallel or x.shape[0] % tp.size == 0,
-            f"x: dim 0 ({x.shape[0]}) does not divide among {tp.size} sequence-parallel ranks",
+            f"x: dim 0 must be divisible by the {tp.size} sequence-parallel ranks, got {x.shape[0]}",
         )
     meta = {
         "x": (tuple(x.shape), str(x.dtype)),
@@ -174,21 +189,29 @@ def linear(
     sequence_parallel: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Column-parallel or replicated linear layer: ``y = x @ weight.T + bias``.
+    """Compute a column-parallel or replicated linear layer: ``y = x @ weight.T + bias``.
+
+    Each output is one chain over ascending k, so its bits do not depend on the number of rows or ranks.
 
     Args:
-        x: [..., K], fp32, bf16 or fp16. With `sequence_parallel`, this rank's slice [S / tp, ..., K] of dim 0.
-        weight: [N, K], x's type; the output features of this rank.
-        bias: [N] or None; added in fp32 before the one rounding.
-        tp: ranks that hold the other output features; in backward the gradient of x is summed over them in fp32.
-        sequence_parallel: gather x along dim 0 first; the gradient of x is scattered likewise.
-        out_dtype: x's type (default), or torch.float32 for an unrounded result.
+        x: [..., K], fp32, bf16 or fp16, any strides. With `sequence_parallel`, this rank's slice [S / tp, ..., K].
+        weight: [N, K], x's dtype, any strides; the output features of this rank.
+        bias: [N] of x's dtype, or None; added in fp32 before the single rounding.
+        tp: Ranks that hold the other output features. The forward pass does not communicate, except to gather x with
+            `sequence_parallel`. The backward pass sums x's gradient over them: fp32, balanced tree of rank order.
+        sequence_parallel: All-gather x along dim 0 first; reduce-scatter x's gradient.
+        out_dtype: x's dtype (default), or torch.float32 for an unrounded result.
 
     Returns:
-        [..., N] of `out_dtype`. Differentiable in x, weight and bias.
+        [..., N] of `out_dtype`, contiguous; S rows in dim 0 with `sequence_parallel`. Differentiable once in x, weight
+        and bias, with gradients of their dtypes. The gradients of weight and bias have the same bits at every size of
+        `tp`; x's gradient depends on the size.
 
     Raises:
-        InputError: shapes, types or devices do not fit; on all ranks of `tp` together.
+        InputError: shapes, dtypes or devices do not match, or arguments differ between the ranks; on all ranks of `tp`,
+            before anything is computed.
+        UnsupportedError: a torch mode or transform without real tensors is active; double backward.
+        BackendError: no backend for the device, or another rank of `tp` died.
     """
     tp = check_tp(tp)
     tp.check_same("linear", lambda: _check(x, weight, bias, tp, sequence_parallel, out_dtype, False))
@@ -205,23 +228,29 @@ def row_parallel_linear(
     sequence_parallel: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Row-parallel linear layer: ``y = sum over ranks of x @ weight.T, + bias`` with the bits of a single rank.
+    """Compute a row-parallel linear layer, ``y = sum over ranks of x @ weight.T, + bias``, with the bits of one rank.
 
-    The global k is cut into `contract.k_leaves(k)` chains that are added by a balanced tree; a rank owns a subtree.
+    The global k is cut into `contract.k_leaves(k)` chains, which the balanced tree adds; each rank owns a subtree. The
+    ranks exchange fp32 subtree sums.
 
     Args:
-        x: [..., K / tp], fp32, bf16 or fp16; this rank's slice of the input features.
-        weight: [N, K / tp], x's type.
-        bias: [N] or None, the same on every rank; added once, after the tree, in fp32.
-        tp: the ranks that share k; their number must divide the number of leaves.
-        sequence_parallel: return this rank's slice of dim 0 instead of the whole.
-        out_dtype: as for `linear`.
+        x: [..., K / tp], fp32, bf16 or fp16, any strides; this rank's slice of the input features.
+        weight: [N, K / tp], x's dtype, any strides.
+        bias: [N] of x's dtype, or None; the same on every rank. Added once, after the tree, in fp32.
+        tp: Ranks that share k; their number must divide the number of leaves. The forward pass sums over them.
+        sequence_parallel: Reduce-scatter: return this rank's slice of dim 0, which the number of ranks must divide.
+            The backward pass all-gathers the incoming gradient.
+        out_dtype: x's dtype (default), or torch.float32 for an unrounded result.
 
     Returns:
-        [..., N]. Differentiable in x, weight and bias.
+        [..., N] of `out_dtype`, contiguous; [S / tp, ..., N] with `sequence_parallel`. Differentiable once in x, weight
+        and bias, with gradients of their dtypes and the same bits at every size of `tp`.
 
     Raises:
-        InputError: shapes, types or devices do not fit; on all ranks of `tp` together.
+        InputError: shapes, dtypes or devices do not match, `tp` does not divide the leaves, or arguments differ between
+            the ranks; on all ranks of `tp`, before anything is computed.
+        UnsupportedError: a torch mode or transform without real tensors is active; double backward.
+        BackendError: no backend for the device, or another rank of `tp` died.
     """
     tp = check_tp(tp)
     tp.check_same("row_parallel_linear", lambda: _check(x, weight, bias, tp, sequence_parallel, out_dtype, True))

@@ -1,16 +1,15 @@
-"""How long the ways to compute a k-tree take, in microseconds, by models: the least of them runs. No bit depends on it.
+"""Cost models of the k-tree kernels, in microseconds; the kernel with the lowest cost runs. No bit depends on them.
 
-Of few rows:
+A GEMM has m rows, n outputs, reduction length k and a number of k-tree leaves.
 
-A launch; then the longest of what goes on at once: the weight is read, and blocks multiply, step by step of k, one task after
-another, of which each takes some time to begin and end; then the sums of parts, which go through memory to those who join them.
-A product is described by its rows m, its outputs n, k and its leaves.
+Skinny GEMMs: launch time, plus the maximum of weight-read time and CTA time, plus the reduction of partial sums through
+memory. CTA time is steps of k plus a start-up and tail time per tile.
 
-Of many rows (`Many`): a launch, then rounds of tiles, one for each multiprocessor, and what remains of the last round where
-its tiles are cut.
+Large GEMMs (`Many`): launch time, plus waves of tiles, one tile per SM, plus the last wave if its tiles are split
+(stream-K).
 
-The constants were fitted (``benchmarks/fit_linear.py``) to an H200's times of drawn products (``benchmarks/matmul.py --draw
-SEED --candidates FILE``).
+``benchmarks/fit_linear.py`` has fitted the constants, whose names it reads, to times of random GEMMs on an H200
+(``benchmarks/matmul.py --draw SEED --candidates FILE``).
 """
 
 from __future__ import annotations
@@ -20,46 +19,55 @@ from typing import NamedTuple
 
 from ...runtime.families import SM90
 
-MULTIPROCESSORS = SM90.multiprocessors
-CLUSTERS = MULTIPROCESSORS // 2
-"""Of two blocks."""
+SM_COUNT = SM90.sm_count
+CLUSTERS = SM_COUNT // 2
+"""Clusters of two CTAs that run at once."""
 STEP = 64
-"""Of k, in CUDA."""
+"""schedule: k extent of a pipeline step of skinny_split_k.cu and hopper.py."""
 SHORT = 48
-"""Of k: fewer elements of a row are not copied sooner."""
+"""schedule: k extent of a Triton step below which its copy gets no faster."""
 
 
 class Cost(NamedTuple):
+    """Fitted constants of one skinny-GEMM kernel (schedule: they affect speed alone)."""
+
     start: float
-    """Of a launch."""
+    """Launch time, us."""
     rate: float
-    """MB of the weight in a microsecond."""
+    """Weight-read bandwidth, MB/us."""
     step: float
-    """Of a step of k, however large."""
+    """Time per step of k, us, regardless of its size."""
     element: float = 0.0
-    """Of a step, for each row of a block of CUDA's, and each element of k of one of Triton's."""
+    """Additional time per step: per row of a CTA (CUDA), or per element of k (Triton)."""
     copy: float = 0.0
-    """For each element of a step's operands, which blocks on a multiprocessor copy in turn."""
+    """Time per operand element; the CTAs of an SM share its copy bandwidth."""
     task: float = 0.0
+    """Start-up and tail time per tile."""
     sums: float = 0.0
-    """Of a MB of parts' sums."""
+    """Time per MB of partial sums."""
     join: float = 0.0
-    """Of the launch that joins parts; in CUDA it is hidden."""
+    """Launch time of the reduction kernel; hidden in CUDA (PDL)."""
 
     def of(self, n: int, k: int, *busy: float, sums: int = 0) -> float:
-        """busy: times that pass while the weight is read; sums: how many there are of parts. Times that are close add a little
-        to each other."""
+        """Return the time of a GEMM.
+
+        `busy` are times that overlap with reading the weight; a soft maximum (L3 norm) combines them. `sums` is the
+        number of partial sums.
+        """
         longest = sum(us**3 for us in (2e-6 * n * k / self.rate, *busy)) ** (1 / 3)
         return self.start + longest + (self.join + 4e-6 * sums * self.sums if sums else 0.0)
 
 
+# schedule: fitted by benchmarks/fit_linear.py
 CLUSTER = Cost(start=3.32, rate=3.0, step=0.309)
+# schedule: fitted by benchmarks/fit_linear.py
 PARTS = Cost(start=3.52, rate=3.32, step=0.0554, element=0.002, task=1.16, sums=0.335)
+# schedule: fitted by benchmarks/fit_linear.py
 TILES = Cost(start=3.0, rate=3.85, step=0.218, element=0.000805, copy=2.21e-5, task=0.385, sums=0.393, join=1.13)
 
 
 class Tile(NamedTuple):
-    """Of triton.py: rows, outputs and k of a step, and the blocks to which its leaves are dealt out."""
+    """A tile of triton.py: rows, outputs, k extent of a step, and CTAs that share its leaves (split-K)."""
 
     rows: int
     outputs: int
@@ -67,105 +75,113 @@ class Tile(NamedTuple):
     parts: int
 
 
-def up(a: int, b: int) -> int:
-    """a / b, rounded up."""
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def cluster(n: int, k: int, leaves: int) -> float:
-    """Of clusters that have 64 outputs and all leaves, a quarter of them for each group of warps."""
-    rounds, steps = up(up(n, 64), CLUSTERS), up(k // leaves, STEP)
+    """Return the time of clusters that compute 64 outputs and all leaves, a quarter of the leaves per warpgroup."""
+    rounds, steps = ceil_div(ceil_div(n, 64), CLUSTERS), ceil_div(k // leaves, STEP)
     return CLUSTER.of(n, k, rounds * (leaves // 4) * steps * CLUSTER.step)
 
 
 def parts(m: int, n: int, k: int, leaves: int, number: int, width: int, same_outputs: bool) -> float:
-    """Of leaves dealt out to `number` blocks of 128 outputs and `width` rows; the two of a cluster have the same outputs, or
-    the same rows."""
-    across, down = (up(n, 128), up(m, 2 * width)) if same_outputs else (up(n, 256), up(m, width))
-    rounds, steps = up(across * down * number, CLUSTERS), leaves // number * up(k // leaves, STEP)
+    """Return the time with leaves split over `number` CTAs of 128 outputs x `width` rows.
+
+    The two CTAs of a cluster share their outputs (`same_outputs`) or their rows.
+    """
+    clusters_n, clusters_m = (
+        (ceil_div(n, 128), ceil_div(m, 2 * width)) if same_outputs else (ceil_div(n, 256), ceil_div(m, width))
+    )
+    rounds, steps = ceil_div(clusters_n * clusters_m * number, CLUSTERS), leaves // number * ceil_div(k // leaves, STEP)
     busiest = rounds * (steps * (PARTS.step + PARTS.element * width) + PARTS.task)
     return PARTS.of(n, k, busiest, sums=number * m * n)
 
 
-def tiles(m: int, n: int, k: int, leaves: int, how: Tile) -> float:
-    """Of triton.py's. A step does not go beyond a leaf: where 128 does not divide it, steps are shorter, and more."""
-    step = math.gcd(how.step, k // leaves)
-    steps = k // how.parts // step
-    blocks = up(up(m, how.rows) * up(n, how.outputs) * how.parts, MULTIPROCESSORS)  # of the busiest
-    copied = blocks * (steps * max(step, SHORT) * (how.rows + how.outputs) * TILES.copy + TILES.task)
+def tiles(m: int, n: int, k: int, leaves: int, tile: Tile) -> float:
+    """Return the time of triton.py's kernel. Steps do not cross leaves; odd leaf lengths need more, shorter steps."""
+    step = math.gcd(tile.step, k // leaves)
+    steps = k // tile.parts // step
+    blocks = ceil_div(ceil_div(m, tile.rows) * ceil_div(n, tile.outputs) * tile.parts, SM_COUNT)  # per SM, at most
+    copied = blocks * (steps * max(step, SHORT) * (tile.rows + tile.outputs) * TILES.copy + TILES.task)
     waited = steps * (TILES.step + TILES.element * step)
-    return TILES.of(n, k, copied, waited, sums=how.parts * m * n if how.parts > 1 else 0)
+    return TILES.of(n, k, copied, waited, sums=tile.parts * m * n if tile.parts > 1 else 0)
 
 
 def all_tiles(m: int, leaves: int) -> list[Tile]:
-    """Those to choose from."""
+    """Return the candidate tiles of triton.py."""
     shapes = ((16, 32, 128), (64, 32, 128)) if m <= 64 else ((64, 32, 128), (64, 64, 64))
     return [Tile(*shape, number) for shape in shapes for number in (1, 2, 4, 8) if number <= leaves]
 
 
 def best_of_tiles(m: int, n: int, k: int, leaves: int) -> tuple[float, Tile]:
-    """The least that triton.py's tiles take, and which do."""
-    return min((tiles(m, n, k, leaves, how), how) for how in all_tiles(m, leaves))
+    """Return the lowest time of triton.py's tiles, and its tile."""
+    return min((tiles(m, n, k, leaves, tile), tile) for tile in all_tiles(m, leaves))
 
 
 MANY_ROWS, MANY_OUTPUTS = 128, 128
-"""Of a tile of hopper.py's."""
+"""schedule: tile shape of hopper.py."""
 KEPT = {1: (), 2: (1,), 4: (2, 3), 8: (2, 4, 6)}
-"""By a tree's leaves, how many an owner of a tile may keep. Whatever else there is, is given away in subtrees of one size."""
+"""schedule: leaves that the owner of a split tile may compute, by number of leaves.
+
+The other leaves are pieces: subtrees of one size, computed by helpers.
+"""
 
 
 class Cut(NamedTuple):
-    """How hopper.py cuts the tiles that do not fill a last round."""
+    """A stream-K split of the tiles of hopper.py's last, partial wave."""
 
     tiles: int
-    """So many; 0: all are whole."""
+    """Number of split tiles; 0 if all tiles are whole."""
     kept: int
-    """Leaves of each that its owner, a block, computes itself."""
+    """Leaves of each split tile that its owner CTA computes."""
     helpers: int
-    """Blocks that own none of them."""
+    """CTAs that own no split tile."""
     pieces: int
-    """Subtrees of each that are given to helpers."""
+    """Pieces of each split tile that helpers compute."""
 
 
 def piece(kept: int) -> int:
-    """Leaves of a piece: as many as the tree has together behind those kept."""
+    """Return the leaves of a piece: the largest subtree size that starts right after `kept` leaves."""
     return kept & -kept
 
 
 class Many(NamedTuple):
-    """Microseconds of hopper.py's."""
+    """Fitted constants of hopper.py, in microseconds (schedule: they affect speed alone)."""
 
     start: float
-    """Of a launch."""
+    """Launch time."""
     step: float
-    """Of a step of k."""
+    """Time per step of k."""
     join: float
-    """Of a leaf's end."""
+    """Time per leaf to add its sums."""
     given: float
-    """To write the sums of a piece."""
+    """Time for a helper to write the sums of a piece."""
     taken: float
-    """To wait for them and read them."""
+    """Time for an owner to wait for and read the sums of a piece."""
 
     def of(self, m: int, n: int, k: int, leaves: int, blocks: int, cut: Cut) -> float:
-        """Until the last block is done. A helper's pieces come first, an owner's tile last."""
-        leaf = up(k // leaves, STEP) * self.step + self.join
-        us = self.start + up(tiles_of(m, n) - cut.tiles, blocks) * leaves * leaf
+        """Return the time until the last CTA is done. Helpers start with their pieces; owners end with their tile."""
+        leaf = ceil_div(k // leaves, STEP) * self.step + self.join
+        us = self.start + ceil_div(tiles_of(m, n) - cut.tiles, blocks) * leaves * leaf
         if not cut.tiles:
             return us
-        helped = up(cut.tiles * cut.pieces, cut.helpers) * (piece(cut.kept) * leaf + self.given)
+        helped = ceil_div(cut.tiles * cut.pieces, cut.helpers) * (piece(cut.kept) * leaf + self.given)
         return us + max(cut.kept * leaf, helped) + cut.pieces * self.taken
 
 
+# schedule: fitted by benchmarks/fit_linear.py
 MANY = Many(start=6.29, step=0.338, join=0.154, given=1.6, taken=1.72)
 
 
 def tiles_of(m: int, n: int) -> int:
-    """Of hopper.py's."""
-    return up(m, MANY_ROWS) * up(n, MANY_OUTPUTS)
+    """Return the number of tiles of hopper.py."""
+    return ceil_div(m, MANY_ROWS) * ceil_div(n, MANY_OUTPUTS)
 
 
 def cuts(m: int, n: int, leaves: int, blocks: int) -> list[Cut]:
-    """All that are possible."""
+    """Return the possible splits; the first has whole tiles alone."""
     tiles = tiles_of(m, n)
     found, rest = [Cut(0, leaves, min(tiles, blocks), 0)], tiles % blocks
     for kept in KEPT[leaves] if rest else ():
@@ -175,12 +191,12 @@ def cuts(m: int, n: int, leaves: int, blocks: int) -> list[Cut]:
 
 
 def cut(m: int, n: int, k: int, leaves: int, blocks: int) -> Cut:
-    """The fastest."""
-    return min(cuts(m, n, leaves, blocks), key=lambda how: MANY.of(m, n, k, leaves, blocks, how))
+    """Return the fastest split."""
+    return min(cuts(m, n, leaves, blocks), key=lambda each: MANY.of(m, n, k, leaves, blocks, each))
 
 
 def many(m: int, n: int, k: int, leaves: int) -> float:
-    """The least that hopper.py takes for a k-tree, if there are rows for its tiles."""
+    """Return the time of hopper.py's fastest split for a k-tree; inf if m is less than a tile."""
     if m <= MANY_ROWS:
         return math.inf
-    return MANY.of(m, n, k, leaves, MULTIPROCESSORS, cut(m, n, k, leaves, MULTIPROCESSORS))
+    return MANY.of(m, n, k, leaves, SM_COUNT, cut(m, n, k, leaves, SM_COUNT))

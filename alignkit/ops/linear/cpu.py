@@ -1,4 +1,4 @@
-"""C++: outputs in blocks of registers, k ascending in each."""
+"""Calls of the C++ GEMM (csrc/cpu/kernels.inl): register-blocked outputs, each a chain over ascending k."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from ...runtime import native
 
 
-def _taken(t: torch.Tensor) -> torch.Tensor:
-    """fp16 as fp32, which is exact."""
+def _widened(t: torch.Tensor) -> torch.Tensor:
+    """Convert fp16 to fp32, which is exact; return other dtypes as they are."""
     return t if t.dtype in native.DTYPES else t.float()
 
 
 def matmul(a, b, leaves, bias, out, accumulate) -> None:
     acc = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    native.gemm(_taken(a), _taken(b), leaves, acc, accumulate)
+    native.gemm(_widened(a), _widened(b), leaves, acc, accumulate)
     if bias is not None or acc is not out:
         native.round(acc, out, None if bias is None else bias.float().contiguous())
 

@@ -1,12 +1,16 @@
-"""cuBLASLt: the chain at the speed of the vendor's library, by those of its algorithms that give the chain's bits.
+"""cuBLASLt backend: chains, computed by the cuBLASLt algorithms that give the chain's bits.
 
-An algorithm that takes all of k in one block of threads feeds the tensor core in ascending k, as the Triton kernel
-does. That is no promise of cuBLASLt's, so three things are asked for. No workspace: with it go the algorithms whose
-blocks hand partial sums to each other. No split of k and no reduction scheme in the algorithm's configuration. And
-proof: before its first use at a k, an algorithm computes a trial of that k, whose bytes must be the chain's; one that
-fails is refused, and the next of cuBLASLt's suggestions takes its place. Where none is left, `prepare` declines.
+An algorithm that reduces all of k in one CTA feeds the tensor core in ascending k, as the Triton kernel does. cuBLASLt
+does not guarantee this, so an algorithm must meet three conditions:
 
-Having no workspace also means that calls share nothing: any stream will do, and a CUDA graph may be captured.
+- No workspace, which excludes algorithms whose CTAs exchange partial sums.
+- No split-K and no reduction scheme in its configuration.
+- A passed trial: before its first use at a k, it computes a GEMM with that k whose bytes must equal the chain's.
+
+Algorithms that fail are skipped; if none is left, `prepare` declines. Without a workspace, calls share no state, so
+they may run on any stream and in CUDA graphs.
+
+The three conditions protect bits; the choice among passed algorithms affects speed alone.
 """
 
 from __future__ import annotations
@@ -28,35 +32,36 @@ from .problem import Product
 
 _log = logging.getLogger(__name__)
 
-# Values of cuBLAS's enums, the same in its versions 12 and 13.
-_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
-_COMPUTE_FP32 = 68
-_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8
-_ADD_BIAS = 4
-_MAX_WORKSPACE, _REDUCTION_MASK, _MIN_ALIGNMENT = 1, 3, (5, 6, 7, 8)
+# Enum values of the cuBLASLt API, equal in cuBLAS 12 and 13.
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # hardware: cudaDataType_t
+_COMPUTE_FP32 = 68  # hardware: cublasComputeType_t
+_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8  # hardware: cublasLtMatmulDescAttributes_t
+_ADD_BIAS = 4  # hardware: cublasLtEpilogue_t
+_MAX_WORKSPACE, _REDUCTION_MASK, _MIN_ALIGNMENT = 1, 3, (5, 6, 7, 8)  # hardware: cublasLtMatmulPreferenceAttributes_t
+# hardware: cublasLtMatmulAlgoConfigAttributes_t
 _CONFIG = {"id": 0, "tile": 1, "stages": 6, "cluster": 8, "swizzle": 4, "custom": 5, "split_k": 2, "reduction": 3}
-_NOT_SUPPORTED = 15
+_NOT_SUPPORTED = 15  # hardware: CUBLAS_STATUS_NOT_SUPPORTED
 _SUGGESTIONS = 16
-"""How many algorithms cuBLASLt is asked for."""
+"""schedule: number of algorithms requested from cuBLASLt's heuristic."""
 _TRIAL_OUTPUTS, _FEWEST_OUTPUTS = (512, 2048), (128, 512)
-"""Rows and columns of a trial at most, and of one with the longest k."""
+"""schedule: maximum rows and columns of a trial, and those for the longest k."""
 _TRIAL_VALUES = 1 << 26
-"""Of both operands of a trial."""
+"""schedule: maximum elements of both operands of a trial."""
 _MANY = 256
-"""With more rows, suggestions are taken in the order of waves.py."""
+"""schedule: rows above which suggestions are sorted by waves.py."""
 _ALIGNMENT = 16
-"""Bytes; pointers and rows that start elsewhere are left to the Triton kernel."""
+"""hardware: required alignment of addresses and rows in bytes; the Triton kernel handles others."""
 
 _Opaque = ctypes.c_uint64 * 8
-"""cublasLtMatmulAlgo_t and cublasLtMatrixLayoutOpaque_t."""
+"""hardware: the types cublasLtMatmulAlgo_t and cublasLtMatrixLayoutOpaque_t."""
 
 
 Launcher = Callable[[int, int, int, int, int], int]
-"""A function of the addresses of a, b, the bias (0: none) and out, and of the stream, that launches and returns the status."""
+"""``launch(a, b, bias, out, stream)``, with addresses (bias 0 for none); returns the cuBLAS status."""
 
 
 class _Suggestion(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
+    """The struct cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = [
         ("algorithm", _Opaque),
@@ -68,9 +73,11 @@ class _Suggestion(ctypes.Structure):
 
 
 class Problem(NamedTuple):
-    """Everything that decides which algorithm may be used: out [m, n] = a [m, k] . b [n, k]^T, plus out if `accumulate`,
-    or a bias of its type if `bias`. `a_by_k`: k is a's contiguous dimension, and `lda` elements lie between its rows; else
-    its columns."""
+    """The GEMM properties that determine the algorithm: out [m, n] = a [m, k] . b [n, k]^T.
+
+    `accumulate` adds the result to out; `bias` adds a bias of out's dtype. `a_by_k` means that k is a's contiguous
+    dimension and `lda` its row stride; otherwise `lda` is its column stride. The same holds for b.
+    """
 
     device: int
     m: int
@@ -88,12 +95,12 @@ class Problem(NamedTuple):
 
 
 def _aligned(elements: int) -> int:
-    """Up to a multiple of 8: 16 bytes of bf16."""
+    """Round up to a multiple of 8 elements (16 bytes of bf16)."""
     return elements + -elements % (_ALIGNMENT // 2)
 
 
 def _layout(t: Operand) -> tuple[bool, int] | None:
-    """Of t [R, K]: whether k is contiguous, and the elements between its rows (else columns). None: neither fits."""
+    """Return (k is contiguous, leading dimension) of t [R, K], or None for an unsupported layout."""
     (rows, k), (row_stride, k_stride), _, _ = t
     if k_stride == 1:
         by_k, length, ld = True, k, row_stride if rows > 1 else k
@@ -104,28 +111,29 @@ def _layout(t: Operand) -> tuple[bool, int] | None:
     return (by_k, ld) if ld >= length and ld == _aligned(ld) else None
 
 
-def refuses(p: Product) -> str | None:
+def rejects(p: Product) -> str | None:
+    """Return why cuBLASLt is not used for a GEMM, or None."""
     if p.leaves > 1:
-        return f"{p.leaves} leaves: it computes chains"
+        return f"{p.leaves} leaves: only chains are supported"
     (_, _, a_type, _), (_, _, b_type, _), (_, _, out_type, _) = p.a, p.b, p.out
     if a_type not in (torch.bfloat16, torch.float16) or b_type != a_type or out_type not in (a_type, torch.float32):
-        return "types other than bf16 or fp16 in and that or fp32 out"
+        return "dtypes: operands must both be bf16 or fp16, out of that dtype or fp32"
     if p.bias is not None and p.accumulate:
-        return "a bias where it adds to what out holds"
+        return "a bias cannot be combined with accumulation into out"
     if p.bias is not None and (p.bias[2] != out_type or not p.bias_is_dense):
-        return "a bias that is not contiguous or of another type than out"
+        return "the bias must be contiguous and of out's dtype"
     if not p.k:
-        return "no k"
+        return "k is 0"
     layouts = _layout(p.a), _layout(p.b), _layout(p.out)
     if None in layouts or not layouts[2][0]:
-        return "strides that it could only take slowly"
+        return "strides that cuBLASLt does not support efficiently"
     if not all(t is None or t[3] for t in (p.a, p.b, p.bias, p.out)):
-        return f"addresses that are no multiples of {_ALIGNMENT}"
+        return f"addresses must be multiples of {_ALIGNMENT} bytes"
     return None
 
 
 def problem(p: Product) -> Problem:
-    """What a product that it does not refuse asks of cuBLASLt."""
+    """Return the `Problem` of an accepted GEMM."""
     a_layout, b_layout, c_layout = _layout(p.a), _layout(p.b), _layout(p.out)
     assert a_layout is not None and b_layout is not None and c_layout is not None
     return Problem(
@@ -149,12 +157,12 @@ def _address(bias: torch.Tensor | None) -> int:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """libcublasLt, which torch has loaded by this name already."""
+    """Return libcublasLt, which torch has already loaded under this name; warn and return None if it is missing."""
     name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
     try:
         library = ctypes.CDLL(name)
     except OSError as error:
-        warnings.warn(f"{name} cannot be loaded ({error}); Triton computes all products: same bits, slower")
+        warnings.warn(f"{name}: cannot be loaded ({error}); GEMMs fall back to Triton: same bits, slower")
         return None
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for function, arguments in {
@@ -189,7 +197,7 @@ def _handle(device: int) -> int | None:
 
 @functools.cache
 def _operation(transpose_a: bool, transpose_b: bool, bias: bool) -> int | None:
-    """A descriptor: fp32 sums, alpha and beta on the host. One with a bias is used by one thread at a time, under `_lock`."""
+    """Return a matmul descriptor: fp32 compute, host alpha and beta. With a bias, use it under `_lock` only."""
     operation = ctypes.c_void_p()
     _call("MatmulDescCreate", ctypes.byref(operation), _COMPUTE_FP32, _TYPES[torch.float32])
     for attribute, value in (
@@ -199,7 +207,7 @@ def _operation(transpose_a: bool, transpose_b: bool, bias: bool) -> int | None:
     ):
         _call("MatmulDescSetAttribute", operation, attribute, ctypes.byref(ctypes.c_int32(value)), 4)
     if bias:
-        _set_bias(operation.value, 256)  # an aligned address; nothing reads it while algorithms are asked for
+        _set_bias(operation.value, 256)  # any aligned address; the heuristic does not dereference it
     return operation.value
 
 
@@ -221,13 +229,13 @@ def _preference() -> int | None:
 
 
 class _Product:
-    """A problem in cuBLASLt's terms. Its matrices are column-major, so ours are transposed there: out^T = b . a^T."""
+    """cuBLASLt descriptors of a `Problem`. cuBLASLt is column-major, so it computes out^T = b . a^T."""
 
     def __init__(self, p: Problem):
         def layout(dtype, rows, columns, ld):
-            made = _Opaque()
-            _call("MatrixLayoutInit_internal", made, ctypes.sizeof(made), dtype, rows, columns, ld)
-            return made
+            descriptor = _Opaque()
+            _call("MatrixLayoutInit_internal", descriptor, ctypes.sizeof(descriptor), dtype, rows, columns, ld)
+            return descriptor
 
         self.problem, self.handle = p, _handle(p.device)
         self.operation = _operation(p.b_by_k, not p.a_by_k, p.bias)
@@ -237,7 +245,7 @@ class _Product:
         self.one, self.beta = ctypes.c_float(1.0), ctypes.c_float(float(p.accumulate))
 
     def suggestions(self, most: int = _SUGGESTIONS) -> list[bytes]:
-        """The algorithms that cuBLASLt proposes without a workspace, best first."""
+        """Return the algorithms that cuBLASLt suggests without a workspace, best first."""
         found, count = (_Suggestion * most)(), ctypes.c_int()
         status = _library().cublasLtMatmulAlgoGetHeuristic(
             self.handle, self.operation, self.b, self.a, self.c, self.c, _preference(), most, found, ctypes.byref(count)
@@ -248,8 +256,8 @@ class _Product:
             fail(f"cublasLtMatmulAlgoGetHeuristic failed with status {status}")
         return [bytes(s.algorithm) for s in found[: count.value] if s.state == 0 and s.workspace == 0]
 
-    def takes(self, algorithm: bytes) -> bool:
-        """Whether an algorithm suggested for a product of other rows will do this one too."""
+    def supports(self, algorithm: bytes) -> bool:
+        """Return whether an algorithm that was suggested for another number of rows supports this problem."""
         found = _Suggestion()
         status = _library().cublasLtMatmulAlgoCheck(
             self.handle,
@@ -264,12 +272,13 @@ class _Product:
         return status == 0 and found.workspace == 0
 
     def launcher(self, algorithm: bytes) -> Launcher:
-        run, kept = _library().cublasLtMatmul, (self, _Opaque.from_buffer_copy(algorithm))
+        """Return a launcher of the algorithm; it keeps the descriptors alive."""
+        run, alive = _library().cublasLtMatmul, (self, _Opaque.from_buffer_copy(algorithm))
         operation, handle = self.operation, self.handle
         one, beta = ctypes.addressof(self.one), ctypes.addressof(self.beta)
-        la, lb, lc, chosen = (ctypes.addressof(x) for x in (self.a, self.b, self.c, kept[1]))
+        la, lb, lc, chosen = (ctypes.addressof(x) for x in (self.a, self.b, self.c, alive[1]))
 
-        def launch(a: int, b: int, bias: int, out: int, stream: int, kept=kept) -> int:
+        def launch(a: int, b: int, bias: int, out: int, stream: int, alive=alive) -> int:
             return run(handle, operation, one, b, lb, a, la, beta, out, lc, out, lc, chosen, None, 0, stream)
 
         def launch_with_bias(a: int, b: int, bias: int, out: int, stream: int) -> int:
@@ -281,7 +290,7 @@ class _Product:
 
 
 def configuration(algorithm: bytes) -> dict[str, int]:
-    """What an algorithm says of itself."""
+    """Return the configuration attributes of an algorithm."""
     opaque, value, written = _Opaque.from_buffer_copy(algorithm), ctypes.c_int32(), ctypes.c_size_t()
     result = {}
     for name, attribute in _CONFIG.items():
@@ -293,11 +302,13 @@ def configuration(algorithm: bytes) -> dict[str, int]:
 
 
 def _trial_of(p: Problem) -> Problem:
-    """A problem of p's kind with its k and fewer outputs. What an algorithm does along k may depend on k, by a limit that
-    only a long one reaches. On m and n it does not depend: its tile is a part of its configuration, and if it cut k at
-    all, it would where tiles are too few to keep the device busy, as here. Operands grow with k, so beyond 26214 there
-    are fewer outputs, down to 128 x 512, which are several tiles of cuBLASLt's still: 128 MiB of operands until k is
-    104857, and never more than twice p's own."""
+    """Return a trial problem with p's k and fewer outputs.
+
+    An algorithm's order along k may depend on k, e.g. beyond a limit. It does not depend on m and n: the tile is part
+    of the configuration, and a hidden split of k would occur when tiles are few, as here. Operands grow with k, so from
+    k = 26214 on the trial has fewer outputs, down to 128 x 512, which still span several tiles. Operands take at most
+    128 MiB up to k = 104857, and never more than twice p's own.
+    """
     most_m, most_n = _TRIAL_OUTPUTS
     while (most_m + most_n) * p.k > _TRIAL_VALUES and (most_m, most_n) != _FEWEST_OUTPUTS:
         most_m, most_n = most_m // 2, most_n // 2
@@ -308,8 +319,11 @@ def _trial_of(p: Problem) -> Problem:
 
 
 def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Random a, b, bias and out. For every other row of b the products come in pairs of opposite sign at random places: their
-    sum is 0, so what is computed is the rounding of each partial sum, and any other order shows, in bf16 too."""
+    """Return random a, b, bias and out of a trial.
+
+    For every other row of b, the products over k come in pairs of opposite sign at random positions. The exact sum is
+    0, so the result consists of rounding errors alone, and any other order shows, in bf16 too.
+    """
     device = torch.device("cuda", p.device)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -318,8 +332,8 @@ def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
     def laid_out(t, by_k, ld):
         rows, columns = t.shape if by_k else t.shape[::-1]
-        made = torch.empty(rows, ld, dtype=t.dtype, device=device)[:, :columns]
-        return (made if by_k else made.t()).copy_(t)
+        buffer = torch.empty(rows, ld, dtype=t.dtype, device=device)[:, :columns]
+        return (buffer if by_k else buffer.t()).copy_(t)
 
     order = torch.randperm(p.k, device=device, generator=generator)
     half = p.k // 2
@@ -332,7 +346,7 @@ def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     b[::2, second] = -b[::2, first]
     b = laid_out(b, p.b_by_k, p.ldb)
     out = random(p.m, p.ldc, dtype=p.out_dtype)[:, : p.n]
-    # Where the sum is nothing but rounding, so is the bias, which would hide it; elsewhere their sum must be rounded once.
+    # The bias must not hide sums that are rounding errors alone; for the others it checks that the sum is rounded once.
     bias = random(p.n, dtype=p.out_dtype) if p.bias else None
     if bias is not None:
         bias[::2] *= 2.0**-20
@@ -340,17 +354,17 @@ def _trial_operands(p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 class _Trial:
-    """The operands of a trial and the chain's bytes, for several algorithms."""
+    """The operands of a trial and the chain's result, shared by several algorithms."""
 
     def __init__(self, p: Problem, chain: Callable):
         self.problem = p
         with torch.cuda.device(p.device):
             self.a, self.b, self.bias, self.before = _trial_operands(p)
-            self.want = self.before.clone()
-            chain(self.a, self.b, self.bias, self.want, p.accumulate)
+            self.expected = self.before.clone()
+            chain(self.a, self.b, self.bias, self.expected, p.accumulate)
 
     def passes(self, algorithm: bytes) -> bool:
-        """Whether the algorithm's bytes are the chain's. Waits for the device."""
+        """Return whether the algorithm's bytes equal the chain's; synchronizes."""
         p = self.problem
         with torch.cuda.device(p.device):
             out = self.before.clone()
@@ -360,59 +374,63 @@ class _Trial:
             if status not in (0, _NOT_SUPPORTED):
                 fail(f"cublasLtMatmul failed with status {status} in the trial of {configuration(algorithm)}")
             as_bits = torch.int32 if out.dtype == torch.float32 else torch.int16
-            return status == 0 and torch.equal(out.view(as_bits), self.want.view(as_bits))
+            return status == 0 and torch.equal(out.view(as_bits), self.expected.view(as_bits))
 
 
 _verdicts: dict[tuple[bytes, Problem], bool] = {}
-"""By algorithm and trial, and so by k."""
+"""Passed or failed, by algorithm and trial problem (and so by k)."""
 _algorithms: dict[Problem, bytes | None] = {}
-"""By problem of `_rounded` rows."""
+"""Chosen algorithm by problem, at `round_up_rows` of its rows."""
 _launchers: dict[Problem, Launcher | None] = {}
-"""By problem; None where every suggestion was refused."""
-_MOST = 16384
-"""Of each; then they are looked up anew: a server meets ever new numbers of rows, and packed training ever new k."""
+"""Launcher by problem; None if every suggestion failed."""
+_CACHE_SIZE = 16384
+"""schedule: cache size. Servers produce new row counts and packed training new k without end."""
 
 
 def _admitted(p: Problem, suggestions: list[bytes], chain: Callable) -> Iterator[bytes]:
-    trial, made = _trial_of(p), None
+    """Yield the suggestions that pass their trial, running trials as needed."""
+    trial, operands = _trial_of(p), None
     for algorithm in suggestions:
-        says = configuration(algorithm)
-        if says["split_k"] not in (0, 1) or says["reduction"]:
+        config = configuration(algorithm)
+        if config["split_k"] not in (0, 1) or config["reduction"]:
             continue
         if (algorithm, trial) not in _verdicts:
-            if len(_verdicts) >= _MOST:
+            if len(_verdicts) >= _CACHE_SIZE:
                 _verdicts.clear()
-            made = made or _Trial(trial, chain)
-            _verdicts[algorithm, trial] = made.passes(algorithm)
+            operands = operands or _Trial(trial, chain)
+            _verdicts[algorithm, trial] = operands.passes(algorithm)
             if not _verdicts[algorithm, trial]:
-                _log.info("cuBLASLt algorithm %s is refused for %s: its bits are not the chain's", says, trial)
+                _log.info("cuBLASLt algorithm %s failed the trial %s: its bits differ from the chain's", config, trial)
         if _verdicts[algorithm, trial]:
             yield algorithm
 
 
-def rounded(rows: int) -> int:
-    """Up, so that few numbers of rows are asked for before work begins: to a multiple of 8, as tiles have, or to less; where
-    that would be a 64th, by up to a 32nd. By more, an algorithm may take a round of tiles more than one for these rows."""
+def round_up_rows(rows: int) -> int:
+    """Round up a number of rows, so that warm-up covers all values with few trials.
+
+    Rows are rounded to multiples of up to 8, beyond 512 rows by up to a 32nd. Coarser steps could cost an additional
+    wave of tiles.
+    """
     bits = (rows - 1).bit_length()
     step = 1 << max(bits - 6, min(bits - 4, 3), 0)
     return -(-rows // step) * step
 
 
-def ladder(most: int) -> list[int]:
-    """Numbers of rows, 1 to `most`: who has met these has decided for all between them."""
+def warmup_rows(max_rows: int) -> list[int]:
+    """Return row counts from 1 to `max_rows` for warm-up; launching these decides for all counts in between."""
     rows = [1]
-    while rows[-1] < most:
-        rows.append(min(rounded(rows[-1] + 1), most))
+    while rows[-1] < max_rows:
+        rows.append(min(round_up_rows(rows[-1] + 1), max_rows))
     return rows
 
 
 def _modelled(p: Problem) -> bool:
-    """Whether waves.py is for it: forward products and gradients of rows, of many rows."""
+    """Return whether waves.py models the problem: forward GEMMs and input gradients with many rows."""
     return p.m > _MANY and p.a_by_k and p.out_dtype == p.dtype
 
 
 def _ordered(p: Problem, algorithms: list[bytes]) -> list[bytes]:
-    """The fastest first, as far as it is known."""
+    """Return the algorithms, fastest first by waves.py if all tiles are known, else in cuBLASLt's order."""
     if not _modelled(p):
         return algorithms
     us = {each: waves.microseconds(p.m, p.n, p.k, configuration(each).get("tile", 0)) for each in algorithms}
@@ -420,11 +438,13 @@ def _ordered(p: Problem, algorithms: list[bytes]) -> list[bytes]:
 
 
 def _algorithm(p: Problem, product: _Product, chain: Callable) -> bytes | None:
-    """The algorithm for a problem. A trial takes milliseconds and waits for the device, and a server meets ever new numbers of
-    rows. So the suggestions are tried at rounded ones, of which there are few. At its own rows a product takes the best
-    suggestion if that has passed already, and else what was found at the rounded ones; where it is known how long they take,
-    the fastest of those that have passed. All of these have the chain's bits."""
-    m = rounded(p.m)
+    """Return the algorithm for a problem, or None.
+
+    A trial takes milliseconds and synchronizes, so trials run for `round_up_rows(m)` rows, which takes few values. A
+    problem uses the best suggestion for its own rows if that has already passed, and else the algorithm found for the
+    rounded rows. If waves.py models the problem, it uses the fastest algorithm that has passed.
+    """
+    m = round_up_rows(p.m)
     like = p._replace(m=m, lda=p.lda if p.a_by_k else max(p.lda, _aligned(m)))
     if like not in _algorithms:
         _algorithms[like] = next(_admitted(like, _ordered(like, _Product(like).suggestions()), chain), None)
@@ -434,7 +454,7 @@ def _algorithm(p: Problem, product: _Product, chain: Callable) -> bytes | None:
     suggestions, trial = _ordered(p, product.suggestions()), _trial_of(p)
     likely = [each for each in suggestions if _verdicts.get((each, trial)) is not False]
     passed = [each for each in (likely if _modelled(p) else likely[:1]) if _verdicts.get((each, trial))]
-    if product.takes(algorithm):
+    if product.supports(algorithm):
         passed.append(algorithm)
     return _ordered(p, passed)[0] if passed else next(_admitted(p, suggestions, chain), None)
 
@@ -446,28 +466,29 @@ def _decide(p: Problem, chain: Callable) -> Launcher | None:
 
 
 def chosen(product: Product) -> dict[str, int] | None:
-    """What the algorithm for a product that it does not refuse says of itself; None: there is none."""
+    """Return the configuration of the algorithm for an accepted GEMM, or None if no algorithm passes."""
     p = problem(product)
     algorithm = _algorithm(p, _Product(p), _chain())
     return None if algorithm is None else configuration(algorithm)
 
 
 def proven(product: Product, most: int) -> Iterator[tuple[dict[str, int], Callable]]:
-    """Of the first `most` algorithms that cuBLASLt proposes those with the chain's bits: what each says of itself, and what
-    launches it."""
+    """Yield (configuration, launcher) of the algorithms that pass among cuBLASLt's first `most` suggestions."""
     p = problem(product)
-    made = _Product(p)
-    for algorithm in _admitted(p, made.suggestions(most), _chain()):
-        yield configuration(algorithm), functools.partial(_run, p, made.launcher(algorithm))
+    descriptors = _Product(p)
+    for algorithm in _admitted(p, descriptors.suggestions(most), _chain()):
+        yield configuration(algorithm), functools.partial(_run, p, descriptors.launcher(algorithm))
 
 
 def prepare(product: Product) -> Callable | None:
-    """By an algorithm that passed its trial. None where there is none, or where the problem is new while a CUDA graph is being
-    captured (a trial waits for the device)."""
+    """Return a launcher of an algorithm that passed its trial.
+
+    Returns None if no algorithm passes, or if the problem is new during CUDA graph capture (a trial synchronizes).
+    """
     if _library() is None:
         return None
     p = problem(product)
-    if p.device != torch.cuda.current_device():  # where cuBLASLt would launch it
+    if p.device != torch.cuda.current_device():  # cuBLASLt launches on the current device
         with torch.cuda.device(p.device):
             return prepare(product)
     try:
@@ -475,7 +496,7 @@ def prepare(product: Product) -> Callable | None:
     except KeyError:
         if torch.cuda.is_current_stream_capturing():
             return None
-        if len(_launchers) >= _MOST:
+        if len(_launchers) >= _CACHE_SIZE:
             _launchers.clear()
             _algorithms.clear()
         launch = _launchers[p] = _decide(p, _chain())
@@ -483,7 +504,7 @@ def prepare(product: Product) -> Callable | None:
 
 
 def _chain() -> Callable:
-    """The computation whose bits count, of (a, b, bias, out, accumulate)."""
+    """Return the reference of the trials: chain(a, b, bias, out, accumulate) of triton.py."""
     from .triton import chain
 
     return chain
@@ -492,8 +513,8 @@ def _chain() -> Callable:
 def _run(
     p: Problem, launch: Launcher, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """out [M, N] = a [M, K] . b [N, K]^T, plus bias [N], or `out` if `accumulate`."""
-    if p.device != torch.cuda.current_device():  # where cuBLASLt would launch it
+    """Compute out [M, N] = a [M, K] . b [N, K]^T, plus bias [N], or plus `out` if p.accumulate."""
+    if p.device != torch.cuda.current_device():  # cuBLASLt launches on the current device
         with torch.cuda.device(p.device):
             _run(p, launch, a, b, bias, out)
         return

@@ -1,5 +1,8 @@
-"""CUDA: products of few rows, as fast as the weight can be read (csrc/sm90/gemm): logits (few_rows_wide.cu), long chains
-with a narrow weight (few_rows_narrow.cu) and k-trees (few_rows_split_k.cu). Everything else is Triton's: the same bits."""
+"""CUDA backend: skinny GEMMs (small M) at the speed of reading the weight (csrc/sm90/gemm).
+
+skinny_wide.cu computes logits, skinny_narrow.cu long chains with a narrow weight, skinny_split_k.cu k-trees.
+Triton computes everything else, to the same bits. The choice of kernel and split affects speed alone.
+"""
 
 from __future__ import annotations
 
@@ -12,89 +15,93 @@ import torch
 
 from ...runtime import cuda
 from ...runtime.families import SM90
-from ...runtime.operands import Operand, copied
+from ...runtime.operands import Operand, tma_compatible
 from . import cost
-from .cublaslt import rounded
+from .cublaslt import round_up_rows
 from .problem import Product
 
-FEW = 256
-"""At most so many rows."""
-FEWER, WIDE = 64, 128 * SM90.multiprocessors
-"""`few`: at most so many rows, and at least so many outputs, a tile for each multiprocessor."""
-NARROW, LONG = 16 * SM90.multiprocessors, 2048
-"""At most so many outputs, likewise, and at least so much k: there the chain takes longer than to read the weight."""
+TREE_ROWS = 256
+"""schedule: maximum rows of `tree`."""
+FEW_ROWS, FEW_MIN_OUTPUTS = 64, 128 * SM90.sm_count
+"""schedule: maximum rows and minimum outputs of `few`; at least one tile of outputs per SM."""
+NARROW_OUTPUTS, NARROW_MIN_K = 16 * SM90.sm_count, 2048
+"""schedule: maximum outputs (one tile per SM) and minimum k of `narrow`, for which the chain's latency dominates."""
 NARROW_ROWS = 32
-"""Each block reads all rows; with more, that takes longer than by larger tiles."""
+"""schedule: maximum rows of `narrow`; each CTA reads all rows."""
 QUARTERED_ROWS = 64
-STEP = 16
-"""Of k, that the tensor core takes at once: a leaf is a multiple of it."""
-IDS = 256
-"""Outputs of a cluster at most."""
+"""schedule: maximum rows of clusters that compute all leaves, a quarter per warpgroup."""
+MMA_K = 16
+"""hardware: k extent of one MMA instruction; leaf lengths are multiples of it."""
+CLUSTER_OUTPUTS = 256
+"""schedule: maximum outputs of a cluster; the row pitch of partial sums is a multiple of it."""
 
 
-def takes(t: Operand) -> bool:
-    """Whether a matrix may be an operand: bf16 that the copy engine takes."""
-    return t[2] == torch.bfloat16 and copied(t)
+def tma_bf16(t: Operand) -> bool:
+    """Return whether a matrix can be an operand: bf16 with a layout that TMA supports."""
+    return t[2] == torch.bfloat16 and tma_compatible(t)
 
 
-def unfit(p: Product, rows: int | None = None) -> str | None:
-    """Why none of these kernels is for it; None: one of at most so many rows, or of any number, may be."""
+def unsupported(p: Product, rows: int | None = None) -> str | None:
+    """Return why none of the kernels supports a GEMM of at most `rows` rows (None for any number), or None."""
     if p.accumulate:
-        return "it adds to what out holds"
+        return "accumulation into out is not supported"
     if not p.m or (rows is not None and p.m > rows):
-        return f"{p.m} rows, of 1 to {rows}" if rows else "no rows"
+        return f"{p.m} rows: must be 1 to {rows}" if rows else "no rows"
     if not p.k:
-        return "no k"
+        return "k is 0"
     for name, t in (("x", p.a), ("weight", p.b)):
-        if not takes(t):
-            return f"{name} is not bf16 of rows that the copy engine takes: contiguous, at multiples of 16 bytes"
+        if not tma_bf16(t):
+            return f"{name} must be bf16 with contiguous, 16-byte aligned rows (TMA)"
     if p.out[1][1] != 1 or p.out[2] not in (torch.float32, torch.bfloat16):
-        return "out is not fp32 or bf16 of contiguous rows"
+        return "out must be fp32 or bf16 with contiguous rows"
     return None
 
 
-def _unfit_bias(p: Product) -> str | None:
+def _unsupported_bias(p: Product) -> str | None:
     if p.bias is not None and (p.bias[2] != torch.bfloat16 or not p.bias_is_dense):
-        return "a bias that is not contiguous bf16"
+        return "the bias must be contiguous bf16"
     return None
 
 
-def few_refuses(p: Product) -> str | None:
-    if p.n < WIDE:
-        return f"{p.n} outputs, of at least {WIDE}"
+def few_rejects(p: Product) -> str | None:
+    """Return why `few` is not used for a GEMM, or None."""
+    if p.n < FEW_MIN_OUTPUTS:
+        return f"{p.n} outputs: must be at least {FEW_MIN_OUTPUTS}"
     if p.out[2] != torch.float32:
-        return "out is not fp32"
+        return "out must be fp32"
     if p.leaves > 1:
-        return f"{p.leaves} leaves: it computes chains"
-    return "it adds no bias" if p.bias is not None else unfit(p, FEWER)
+        return f"{p.leaves} leaves: only chains are supported"
+    return "a bias is not supported" if p.bias is not None else unsupported(p, FEW_ROWS)
 
 
-def narrow_refuses(p: Product) -> str | None:
-    if p.n > NARROW:
-        return f"{p.n} outputs, of at most {NARROW}"
-    return f"k = {p.k}, of at least {LONG}" if p.k < LONG else narrow_unfit(p)
+def narrow_rejects(p: Product) -> str | None:
+    """Return why `narrow` is not used for a GEMM, or None."""
+    if p.n > NARROW_OUTPUTS:
+        return f"{p.n} outputs: must be at most {NARROW_OUTPUTS}"
+    return f"k = {p.k}: must be at least {NARROW_MIN_K}" if p.k < NARROW_MIN_K else narrow_unsupported(p)
 
 
-def narrow_unfit(p: Product) -> str | None:
-    """As `narrow_refuses`, of any number of outputs and any k."""
+def narrow_unsupported(p: Product) -> str | None:
+    """Return why `narrow` cannot compute a GEMM, or None."""
     if p.leaves > 1:
-        return f"{p.leaves} leaves: it computes chains"
-    return _unfit_bias(p) or unfit(p, NARROW_ROWS)
+        return f"{p.leaves} leaves: only chains are supported"
+    return _unsupported_bias(p) or unsupported(p, NARROW_ROWS)
 
 
-def tree_unfit(p: Product) -> str | None:
-    """Why no way to deal out its leaves is for it."""
+def tree_unsupported(p: Product) -> str | None:
+    """Return why `tree` cannot compute a GEMM with any split, or None."""
     if p.leaves not in (2, 4, 8):
-        return f"{p.leaves} leaves: it computes trees of 2, 4 or 8"
-    if p.k % (p.leaves * STEP):
-        return f"leaves of {p.k // p.leaves} k, no multiple of {STEP}"
-    return _unfit_bias(p) or unfit(p)
+        return f"{p.leaves} leaves: must be 2, 4 or 8"
+    if p.k % (p.leaves * MMA_K):
+        return f"leaves of {p.k // p.leaves} k: must be a multiple of {MMA_K}"
+    return _unsupported_bias(p) or unsupported(p)
 
 
-def tree_refuses(p: Product) -> str | None:
-    if (why := tree_unfit(p) or unfit(p, FEW)) is not None:
+def tree_rejects(p: Product) -> str | None:
+    """Return why `tree` is not used for a GEMM, or None."""
+    if (why := tree_unsupported(p) or unsupported(p, TREE_ROWS)) is not None:
         return why
-    return f"{p.leaves} leaves of {p.m} rows: others are faster" if dealt(p) is None else None
+    return f"{p.leaves} leaves of {p.m} rows: other kernels are faster" if split_of(p) is None else None
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
@@ -106,12 +113,12 @@ def _rounded(out: torch.Tensor) -> int:
 
 
 def few(a: torch.Tensor, b: torch.Tensor, bias: None, out: torch.Tensor) -> None:
-    """out [M, N], fp32, = a [M, K] . b [N, K]^T, one chain."""
+    """Compute fp32 out [M, N] = a [M, K] . b [N, K]^T, one chain per output."""
     cuda.call("alignkit_few_product", out.device, *_matrix(a), *_matrix(b), *_matrix(out), *out.shape, a.shape[1])
 
 
 def narrow(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """As `few`, plus bias [N]; out fp32 or bf16."""
+    """Compute out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T + bias [N], one chain per output."""
     cuda.call(
         "alignkit_narrow_product",
         out.device,
@@ -133,58 +140,62 @@ def prepare_narrow(p: Product) -> Callable:
     return narrow
 
 
-class Deal(NamedTuple):
-    """How the leaves of a tile are dealt out to blocks; no bit depends on it."""
+class Split(NamedTuple):
+    """A split of a tile's leaves over CTAs (split-K); no bit depends on it."""
 
     parts: int
-    """Blocks for a tile, whose sums go through memory; 1: a cluster has all leaves of 64 outputs by up to 64 rows."""
+    """CTAs per tile, whose partial sums go through memory; 1: a cluster computes 64 outputs x up to 64 rows alone."""
     width: int = 64
-    """Rows of a block, which has 128 outputs."""
+    """Rows of a CTA, which has 128 outputs."""
     same_outputs: bool = False
-    """The two blocks of a cluster have the same outputs, and rows below each other, instead of the same rows."""
+    """True if the two CTAs of a cluster share their outputs and differ in rows; else they share their rows."""
 
 
-def deals(m: int, leaves: int) -> list[Deal]:
-    """All that are possible."""
-    whole = [Deal(1)] if m <= QUARTERED_ROWS and leaves >= 4 else []
+def splits(m: int, leaves: int) -> list[Split]:
+    """Return the possible splits."""
+    whole = [Split(1)] if m <= QUARTERED_ROWS and leaves >= 4 else []
     widths = [(64, False)] if m <= 64 else [(96, False), (128, False), (96, True), (128, True)]
-    return whole + [Deal(parts, *width) for parts in (2, 4, 8) if parts <= leaves <= 4 * parts for width in widths]
+    return whole + [Split(parts, *width) for parts in (2, 4, 8) if parts <= leaves <= 4 * parts for width in widths]
 
 
-def sensible(m: int, leaves: int) -> list[Deal]:
-    """Those of `deals` that do not leave half of a block or of a cluster without rows."""
+def candidate_splits(m: int, leaves: int) -> list[Split]:
+    """Return the splits that fill at least half of each CTA and cluster with rows."""
     width = 64 if m <= 64 else 96 if m <= 96 or 128 < m <= 192 else 128
-    return [how for how in deals(m, leaves) if how.parts == 1 or how[1:] == (width, m > 128)]
+    return [split for split in splits(m, leaves) if split.parts == 1 or split[1:] == (width, m > 128)]
 
 
-def cost_of(m: int, n: int, k: int, leaves: int, how: Deal) -> float:
-    return cost.cluster(n, k, leaves) if how.parts == 1 else cost.parts(m, n, k, leaves, *how)
+def cost_of(m: int, n: int, k: int, leaves: int, split: Split) -> float:
+    """Return the modeled time of a split in microseconds."""
+    return cost.cluster(n, k, leaves) if split.parts == 1 else cost.parts(m, n, k, leaves, *split)
 
 
-def deal(m: int, n: int, k: int, leaves: int) -> Deal | None:
-    """The fastest by cost.py; None: others than CUDA are. What is chosen for as many rows as `ladder` has is chosen for all
-    between them too, so that no tile is compiled at a number of rows that nobody foresaw."""
-    m = rounded(m)
-    us, how = min((cost_of(m, n, k, leaves, how), how) for how in sensible(m, leaves))
-    return how if us <= min(cost.best_of_tiles(m, n, k, leaves)[0], cost.many(m, n, k, leaves)) else None
+def best_split(m: int, n: int, k: int, leaves: int) -> Split | None:
+    """Return the fastest split by cost.py, or None if Triton or Gluon is faster.
+
+    The decision is made for `round_up_rows(m)` rows, so the row counts of `warmup_rows` cover all decisions. No other
+    count can trigger a compilation.
+    """
+    m = round_up_rows(m)
+    us, split = min((cost_of(m, n, k, leaves, split), split) for split in candidate_splits(m, leaves))
+    return split if us <= min(cost.best_of_tiles(m, n, k, leaves)[0], cost.many(m, n, k, leaves)) else None
 
 
-def dealt(p: Product) -> Deal | None:
-    """As `deal`."""
-    return deal(p.m, p.n, p.k, p.leaves)
+def split_of(p: Product) -> Split | None:
+    """Return `best_split` for a described GEMM."""
+    return best_split(p.m, p.n, p.k, p.leaves)
 
 
 def prepare_tree(p: Product) -> Callable:
-    return functools.partial(tree, p.leaves, dealt(p))  # pyright: ignore[reportArgumentType] - `tree_refuses` asked
+    return functools.partial(tree, p.leaves, split_of(p))  # pyright: ignore[reportArgumentType] - checked by `tree_rejects`
 
 
 def tree(
-    leaves: int, how: Deal, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    leaves: int, split: Split, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T by 2, 4 or 8 chains and their tree, plus bias [N]."""
-    parts, width, same_outputs = how
+    """Compute out [M, N], fp32 or bf16, = a [M, K] . b [N, K]^T + bias [N] by 2, 4 or 8 chains and their tree."""
+    parts, width, same_outputs = split
     (m, k), n = a.shape, len(b)
-    pitch = -(-n // IDS) * IDS
+    pitch = -(-n // CLUSTER_OUTPUTS) * CLUSTER_OUTPUTS
     sums = None if parts == 1 else torch.empty(parts, m, pitch, dtype=torch.float32, device=out.device)
     cuda.call(
         "alignkit_few_tree",

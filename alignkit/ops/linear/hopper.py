@@ -1,18 +1,18 @@
-"""Gluon: chains and k-trees of bf16 at many rows, by warps with roles of their own.
+"""Gluon backend: persistent, warp-specialized bf16 GEMMs with many rows, chains and k-trees.
 
-A block of threads takes one tile of 128 x 128 outputs after another. One warp copies operands to shared memory, through
-the ends of leaves and tiles without a pause; eight multiply, and add the leaves' sums while the tensor cores are busy with the
-next leaf's first step. What a kernel does not need is not in it: one with much code begins later (docs/linear.md).
+Each CTA walks tiles of 128 x 128 outputs. A producer warp loads operands by TMA, without a pause at ends of leaves and
+tiles. Two consumer warpgroups issue wgmma, and add the sums of leaves while the next leaf's first step runs. Each
+kernel is specialized to one leaf count and split, because a larger kernel starts later (docs/notes/linear.md).
 
-To the copy engine k is two dimensions, leaves and what is in them: a leaf whose length is no multiple of 64 ends in zeros, and
-begins with some where it lies so that its other steps would straddle lines of 128 bytes. Rows outside of an operand take the
-engine longer than those inside, so the last tiles end where the matrix does: they lie on others' rows and columns, and write the
+TMA sees k as two dimensions: leaves, and k within a leaf. A leaf whose length is not a multiple of 64 ends in
+out-of-bounds zeros. It also begins with zeros if its steps would otherwise straddle 128-byte lines. TMA is slower for
+out-of-bounds rows, so the last tiles are shifted to end at the matrix border. They overlap other tiles and write the
 same bytes there.
 
-Tiles that do not fill a last round would leave most of the device idle. So each of them may be cut: an owner computes its
-first leaves, helpers, which are the blocks that have no such tile, the rest, as subtrees of the leaves' tree, whose sums the
-owner takes in their place. Helpers do this first of all, and are the blocks that begin first, so that whom an owner waits
-for is on its way. The order of k, and so every bit, is that of triton.py.
+Tiles of the last, partial wave may be split (stream-K). The owner of a tile computes its first leaves. Helpers, the
+CTAs without such a tile, compute the other leaves as pieces: subtrees whose sums the owner reads from memory. Helpers
+have the lowest CTA indices and start with their pieces, so an owner never waits for a CTA that has not started. The
+order of k, and so every bit, is that of triton.py. Tiles, pipeline and splits are free.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...runtime.launch import prepared
-from ...runtime.operands import copied
+from ...runtime.operands import tma_compatible
 from . import cost
 from .cost import Cut
-from .cublaslt import rounded
+from .cublaslt import round_up_rows
 from .problem import Product
 
-FEW = 256
-"""Up to so many rows, tiles of 128 x 128 may leave most of the device's multiprocessors idle: smaller ones take chains."""
+SMALL_M = 256
+"""schedule: rows up to which 128 x 128 tiles may leave most SMs idle; chains use smaller tiles then."""
 ROWS, COLS = gl.constexpr(cost.MANY_ROWS), gl.constexpr(cost.MANY_OUTPUTS)
-"""Of a tile."""
+"""Tile shape."""
 STEP = gl.constexpr(64)
-"""Of k, 128 bytes."""
-SLICE = 16
-"""Of k, that the tensor core takes at once: a leaf is a multiple of it."""
-BAND = gl.constexpr(8)
-"""Tiles are taken in bands of so many rows of tiles, so that weights stay in L2."""
+"""schedule: k extent of a pipeline step, 128 bytes."""
+MMA_K = 16
+"""hardware: k extent of one MMA instruction; leaf lengths are multiples of it."""
+GROUP_SIZE_M = gl.constexpr(8)
+"""schedule: tile rows per rasterization band, so that weights stay in L2."""
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-"""How a box of an operand lies in shared memory, as a matrix."""
+"""schedule: shared-memory layout of an operand box, as a matrix."""
 RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, COLS.value, 16]))
-"""How the warps hold a tile's sums."""
+"""schedule: register layout of the accumulators, two warpgroups of m64n128k16."""
 
 
 @gluon.jit
 def _corner(tile, M, N):
-    """The first row and column of a tile. The last ones end where the matrix does, if it is as large as a tile."""
+    """Return the first row and column of a tile; the last tiles are shifted to end at the matrix border."""
     rows, cols = gl.cdiv(M, ROWS), gl.cdiv(N, COLS)
-    first = tile // (BAND * cols) * BAND
-    band = gl.minimum(rows - first, BAND)
-    row, col = first + tile % (BAND * cols) % band, tile % (BAND * cols) // band
+    first = tile // (GROUP_SIZE_M * cols) * GROUP_SIZE_M
+    group_size_m = gl.minimum(rows - first, GROUP_SIZE_M)
+    row, col = first + tile % (GROUP_SIZE_M * cols) % group_size_m, tile % (GROUP_SIZE_M * cols) // group_size_m
     return gl.maximum(gl.minimum(row * ROWS, M - ROWS), 0), gl.maximum(gl.minimum(col * COLS, N - COLS), 0)
 
 
 @gluon.jit
-def _pieces_of(block, cut, pieces, helpers):
-    """A block's are every `helpers`-th up to this, from `block` on: of an owner none."""
+def _piece_end(block, cut, pieces, helpers):
+    """Return the end of a CTA's range of pieces (start `block`, stride `helpers`); 0, so empty, for an owner."""
     return cut * pieces if block < helpers else 0
 
 
 @gluon.jit
-def _copy_leaves(tile, first, last, it, descs, shared, sizes):
-    """Operands of these leaves of a tile; `it` steps have been copied before."""
+def _load_leaves(tile, first, last, it, descs, shared, sizes):
+    """Load the operands of leaves [first, last) of a tile; `it` counts pipeline steps."""
     a_desc, b_desc = descs
     a_smem, b_smem, full, empty = shared
     M, N, steps, length = sizes
@@ -94,25 +94,25 @@ def _copy_leaves(tile, first, last, it, descs, shared, sizes):
 
 
 @gluon.jit
-def _copy(descs, shared, sizes, rounds, LEAVES: gl.constexpr, KEPT: gl.constexpr):
-    """The warp that copies. Outside of a leaf there are zeros."""
+def _producer(descs, shared, sizes, rounds, LEAVES: gl.constexpr, KEPT: gl.constexpr):
+    """Run the producer warp. TMA fills zeros outside of a leaf."""
     whole, cut, helpers = rounds
     SIZE: gl.constexpr = KEPT & -KEPT
     it = 0
     block = gl.program_id(0)
     if KEPT < LEAVES:
-        for piece in range(block, _pieces_of(block, cut, (LEAVES - KEPT) // SIZE, helpers), helpers):
+        for piece in range(block, _piece_end(block, cut, (LEAVES - KEPT) // SIZE, helpers), helpers):
             first = KEPT + piece // cut * SIZE
-            it = _copy_leaves(whole + piece % cut, first, first + SIZE, it, descs, shared, sizes)
+            it = _load_leaves(whole + piece % cut, first, first + SIZE, it, descs, shared, sizes)
     for tile in range(block, whole, gl.num_programs(0)):
-        it = _copy_leaves(tile, 0, LEAVES, it, descs, shared, sizes)
+        it = _load_leaves(tile, 0, LEAVES, it, descs, shared, sizes)
     if KEPT < LEAVES and block >= helpers:
-        _copy_leaves(whole + block - helpers, 0, KEPT, it, descs, shared, sizes)
+        _load_leaves(whole + block - helpers, 0, KEPT, it, descs, shared, sizes)
 
 
 @gluon.jit
 def _step(acc, it, ADDS: gl.constexpr, shared):
-    """Starts the product of a step; it is added to `acc` if ADDS."""
+    """Issue the wgmma of a step, accumulating into `acc` if ADDS."""
     a_smem, b_smem, full, _ = shared
     stages: gl.constexpr = full.shape[0]
     stage = it % stages
@@ -127,8 +127,8 @@ def _step(acc, it, ADDS: gl.constexpr, shared):
 
 
 @gluon.jit
-def _hand_back(it, shared):
-    """The place of the step before this one, whose product is done."""
+def _release_previous(it, shared):
+    """Release the pipeline stage of the previous step, whose wgmma is complete."""
     _, _, _, empty = shared
     stages: gl.constexpr = empty.shape[0]
     mbarrier.arrive(empty.index((it + stages - 1) % stages))
@@ -136,81 +136,81 @@ def _hand_back(it, shared):
 
 @gluon.jit
 def _begin(it, shared):
-    """The first step of a leaf, with none before it."""
+    """Issue the first step of a leaf; no wgmma is in flight before it."""
     acc = _step(gl.zeros((ROWS, COLS), gl.float32, RESULT), it, False, shared)
     return warpgroup_mma_wait(1, deps=(acc,)), it + 1
 
 
 @gluon.jit
 def _begin_next(before, it, shared):
-    """Likewise behind a leaf whose last step still runs. That leaf's sums are whole now."""
+    """Issue the first step of a leaf while the previous leaf's last step runs; return that leaf's final sums too."""
     acc = _step(gl.zeros((ROWS, COLS), gl.float32, RESULT), it, False, shared)
     acc, before = warpgroup_mma_wait(1, deps=(acc, before))
-    _hand_back(it, shared)
+    _release_previous(it, shared)
     return acc, before, it + 1
 
 
 @gluon.jit
-def _go_on(acc, it, steps, shared):
-    """The other steps of a leaf, of which the last still runs."""
+def _accumulate(acc, it, steps, shared):
+    """Issue the other steps of a leaf; the last one is still in flight on return."""
     for _ in range(1, steps):
         acc = _step(acc, it, True, shared)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        _hand_back(it, shared)
+        _release_previous(it, shared)
         it += 1
     return acc, it
 
 
 @gluon.jit
 def _end(acc, it, shared):
-    """The leaf's sums, whole."""
+    """Wait for the leaf's last step and return its final sums."""
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    _hand_back(it, shared)
+    _release_previous(it, shared)
     return acc
 
 
 @gluon.jit
-def _now(sums):
-    """These sums, added here: else the compiler may wait until they are needed, and keep what it adds in more registers."""
+def _fence(sums):
+    """Force the addition here; the compiler would otherwise delay it and hold both operands in registers."""
     return warpgroup_mma_wait(0, deps=(sums,))
 
 
 @gluon.jit
 def _one(it, steps, shared):
-    """The sums of the next leaf."""
+    """Return the sums of the next leaf."""
     acc, it = _begin(it, shared)
-    acc, it = _go_on(acc, it, steps, shared)
+    acc, it = _accumulate(acc, it, steps, shared)
     return _end(acc, it, shared), it
 
 
 @gluon.jit
 def _two(it, steps, shared):
-    """The sums of the next two leaves."""
+    """Return the tree sum of the next two leaves."""
     one, it = _begin(it, shared)
-    one, it = _go_on(one, it, steps, shared)
+    one, it = _accumulate(one, it, steps, shared)
     acc, one, it = _begin_next(one, it, shared)
-    acc, it = _go_on(acc, it, steps, shared)
-    return _now(one + _end(acc, it, shared)), it
+    acc, it = _accumulate(acc, it, steps, shared)
+    return _fence(one + _end(acc, it, shared)), it
 
 
 @gluon.jit
 def _four(it, steps, shared):
-    """The sums of the next four leaves."""
+    """Return the tree sum of the next four leaves."""
     one, it = _begin(it, shared)
-    one, it = _go_on(one, it, steps, shared)
+    one, it = _accumulate(one, it, steps, shared)
     acc, one, it = _begin_next(one, it, shared)
-    acc, it = _go_on(acc, it, steps, shared)
+    acc, it = _accumulate(acc, it, steps, shared)
     third, acc, it = _begin_next(acc, it, shared)
-    third, two = warpgroup_mma_wait(1, deps=(third, one + acc))  # as `_now`, while the third leaf's first step runs
-    third, it = _go_on(third, it, steps, shared)
+    third, two = warpgroup_mma_wait(1, deps=(third, one + acc))  # like `_fence`, while the third leaf's first step runs
+    third, it = _accumulate(third, it, steps, shared)
     acc, third, it = _begin_next(third, it, shared)
-    acc, it = _go_on(acc, it, steps, shared)
-    return _now(two + (third + _end(acc, it, shared))), it
+    acc, it = _accumulate(acc, it, steps, shared)
+    return _fence(two + (third + _end(acc, it, shared))), it
 
 
 @gluon.jit
 def _subtree(COUNT: gl.constexpr, it, steps, shared):
-    """The sums of the next 1, 2 or 4 leaves."""
+    """Return the tree sum of the next 1, 2 or 4 leaves."""
     if COUNT == 1:
         acc, it = _one(it, steps, shared)
     elif COUNT == 2:
@@ -221,23 +221,23 @@ def _subtree(COUNT: gl.constexpr, it, steps, shared):
 
 
 @gluon.jit
-def _keep(sums, held):
-    """Sums that are needed later, in shared memory."""
-    tma.store_wait(0)  # the last tile's outputs, which lie in the same place
+def _stash(sums, held):
+    """Store sums that are needed later to shared memory."""
+    tma.store_wait(0)  # the previous tile's outputs use the same buffer
     held.store(sums)
 
 
 @gluon.jit
 def _whole(it, steps, held, shared, LEAVES: gl.constexpr):
-    """The sums of all leaves of a tile."""
+    """Return the tree sum of all leaves of a tile."""
     if LEAVES < 8:
         acc, it = _subtree(LEAVES, it, steps, shared)
     else:
         acc = gl.zeros((ROWS, COLS), gl.float32, RESULT)
-        for half in range(2):  # a loop, so that the instructions are there once
+        for half in range(2):  # a loop rather than unrolled, to halve the code size
             acc, it = _four(it, steps, shared)
             if half == 0:
-                _keep(acc, held)
+                _stash(acc, held)
             else:
                 acc = held.load(RESULT) + acc
     return acc, it
@@ -245,7 +245,7 @@ def _whole(it, steps, held, shared, LEAVES: gl.constexpr):
 
 @gluon.jit
 def _finish(acc, m, n, c_smem, c_desc, BIAS, N, HAS_BIAS: gl.constexpr):
-    """Outputs of a tile, rounded, to memory."""
+    """Add the bias, round, and store a tile by TMA."""
     if HAS_BIAS:
         j = n + gl.arange(0, COLS, gl.SliceLayout(0, RESULT))
         acc += gl.load(BIAS + j, mask=j < N, other=0.0).to(gl.float32)[None, :]
@@ -257,7 +257,7 @@ def _finish(acc, m, n, c_smem, c_desc, BIAS, N, HAS_BIAS: gl.constexpr):
 
 @gluon.jit
 def _sums_of(SUMS, slot):
-    """Where a piece's sums lie: those that the threads of a warp hold in the same registers beside each other."""
+    """Return the addresses of a piece's sums, permuted so that each warp's accesses are coalesced."""
     i = gl.arange(0, ROWS, gl.SliceLayout(1, RESULT))
     j = gl.arange(0, COLS, gl.SliceLayout(0, RESULT))
     i, j = i % 8 * 8 + i // 8 % 2 * 512 + i // 16 * 64, j % 8 + j // 8 * 1024
@@ -266,69 +266,69 @@ def _sums_of(SUMS, slot):
 
 @gluon.jit
 def _flag_of(SUMS, slot, slots):
-    """Whether they lie there: behind all sums, a number."""
+    """Return the address of a piece's ready flag; the flags follow all sums."""
     return (SUMS + slots.to(gl.int64) * (ROWS * COLS)).to(gl.pointer_type(gl.int64), bitcast=True) + slot
 
 
 @gluon.jit
-def _give(acc, SUMS, THERE, slot, slots):
-    """A piece's sums to its owner."""
+def _publish(acc, SUMS, READY, slot, slots):
+    """Store a piece's sums and set its flag, for the owner."""
     gl.store(_sums_of(SUMS, slot), acc)
     gl.thread_barrier()
-    gl.atomic_xchg(_flag_of(SUMS, slot, slots), THERE, sem="release", scope="gpu")
+    gl.atomic_xchg(_flag_of(SUMS, slot, slots), READY, sem="release", scope="gpu")
 
 
 @gluon.jit
-def _wait(SUMS, THERE, slot, slots):
-    """Until a piece's sums are there."""
+def _wait(SUMS, READY, slot, slots):
+    """Wait until a piece's sums are ready, and reset its flag."""
     flag = _flag_of(SUMS, slot, slots)
-    while gl.atomic_add(flag, 0, sem="acquire", scope="gpu") != THERE:
+    while gl.atomic_add(flag, 0, sem="acquire", scope="gpu") != READY:
         pass
     gl.store(flag, 0)
 
 
 @gluon.jit
-def _take(SUMS, slot):
-    """A piece's sums, which are there."""
+def _load_piece(SUMS, slot):
+    """Load a piece's sums, after `_wait`."""
     return gl.load(_sums_of(SUMS, slot), cache_modifier=".cg")
 
 
 @gluon.jit
-def _own(it, steps, held, SUMS, THERE, slot, slots, shared, LEAVES: gl.constexpr, KEPT: gl.constexpr):
-    """The sums of a tile whose first KEPT leaves this block computes. The others' are pieces, the first at `slot`."""
-    if 2 * KEPT < LEAVES:  # 2 of 8
+def _own(it, steps, held, SUMS, READY, slot, slots, shared, LEAVES: gl.constexpr, KEPT: gl.constexpr):
+    """Return the sums of a split tile: this CTA computes the first KEPT leaves, pieces from `slot` on the rest."""
+    if 2 * KEPT < LEAVES:  # KEPT = 2, LEAVES = 8
         acc, it = _two(it, steps, shared)
         for piece in gl.static_range(3):
-            _wait(SUMS, THERE, slot + piece, slots)
-        acc = _now(acc + _take(SUMS, slot))
-        acc += _take(SUMS, slot + 1) + _take(SUMS, slot + 2)
+            _wait(SUMS, READY, slot + piece, slots)
+        acc = _fence(acc + _load_piece(SUMS, slot))
+        acc += _load_piece(SUMS, slot + 1) + _load_piece(SUMS, slot + 2)
     elif 2 * KEPT == LEAVES:
         acc, it = _subtree(KEPT, it, steps, shared)
-        _wait(SUMS, THERE, slot, slots)
-        acc += _take(SUMS, slot)
-    elif LEAVES == 4:  # 3
+        _wait(SUMS, READY, slot, slots)
+        acc += _load_piece(SUMS, slot)
+    elif LEAVES == 4:  # KEPT = 3
         two, it = _two(it, steps, shared)
         acc, it = _one(it, steps, shared)
-        _wait(SUMS, THERE, slot, slots)
-        acc = two + (acc + _take(SUMS, slot))
-    else:  # 6 of 8
+        _wait(SUMS, READY, slot, slots)
+        acc = two + (acc + _load_piece(SUMS, slot))
+    else:  # KEPT = 6, LEAVES = 8
         acc, it = _four(it, steps, shared)
-        _keep(acc, held)
+        _stash(acc, held)
         acc, it = _two(it, steps, shared)
-        _wait(SUMS, THERE, slot, slots)
-        acc = _now(acc + _take(SUMS, slot))
+        _wait(SUMS, READY, slot, slots)
+        acc = _fence(acc + _load_piece(SUMS, slot))
         acc = held.load(RESULT) + acc
     return acc
 
 
 @gluon.jit
-def _multiply(
+def _consumer(
     held,
     c_smem,
     c_desc,
     BIAS,
     SUMS,
-    THERE,
+    READY,
     shared,
     sizes,
     rounds,
@@ -336,7 +336,7 @@ def _multiply(
     KEPT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
-    """The warps that multiply."""
+    """Run the consumer warpgroups."""
     M, N, steps, _ = sizes
     whole, cut, helpers = rounds
     SIZE: gl.constexpr = KEPT & -KEPT
@@ -344,9 +344,9 @@ def _multiply(
     it = 0
     block = gl.program_id(0)
     if KEPT < LEAVES:
-        for piece in range(block, _pieces_of(block, cut, PIECES, helpers), helpers):
+        for piece in range(block, _piece_end(block, cut, PIECES, helpers), helpers):
             acc, it = _subtree(SIZE, it, steps, shared)
-            _give(acc, SUMS, THERE, piece % cut * PIECES + piece // cut, cut * PIECES)
+            _publish(acc, SUMS, READY, piece % cut * PIECES + piece // cut, cut * PIECES)
     for tile in range(block, whole, gl.num_programs(0)):
         m, n = _corner(tile, M, N)
         acc, it = _whole(it, steps, held, shared, LEAVES)
@@ -354,19 +354,19 @@ def _multiply(
     if KEPT < LEAVES and block >= helpers:
         own = block - helpers
         m, n = _corner(whole + own, M, N)
-        acc = _own(it, steps, held, SUMS, THERE, own * PIECES, cut * PIECES, shared, LEAVES, KEPT)
+        acc = _own(it, steps, held, SUMS, READY, own * PIECES, cut * PIECES, shared, LEAVES, KEPT)
         _finish(acc, m, n, c_smem, c_desc, BIAS, N, HAS_BIAS)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["THERE", "M", "steps", "length", "whole", "cut", "helpers"])
+@gluon.jit(do_not_specialize=["READY", "M", "steps", "length", "whole", "cut", "helpers"])
 def _matmul(
     a_desc,
     b_desc,
     c_desc,
     BIAS,
     SUMS,
-    THERE,
+    READY,
     M,
     N,
     steps,
@@ -378,18 +378,21 @@ def _matmul(
     KEPT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
-    """`steps` are those of a leaf, and `length` its k, or 0 where it begins without zeros. Of the tiles the first `whole` are not
-    cut; of each of the `cut` others an owner keeps the first KEPT leaves, and the first `helpers` blocks compute the rest, in
-    pieces of as many leaves as the tree has there. SUMS: of each piece, and behind them flags, which are THERE when their sums
-    are."""
-    # In shared memory are steps of operands, 32 KiB each, and outputs of a tile, or sums that wait for others.
+    """Compute C = A . B^T (+ BIAS).
+
+    A leaf takes `steps` pipeline steps; `length` is its k extent, or 0 if no leaf begins with zeros. The first `whole`
+    tiles are not split. For each of the `cut` others, an owner computes the first KEPT leaves, and the first `helpers`
+    CTAs compute the rest in pieces. SUMS holds the sums of each piece, then their flags, which equal READY once the
+    sums are stored.
+    """
+    # Shared memory: pipeline stages of 32 KiB, and one buffer for a tile's outputs or stashed sums.
     LARGE: gl.constexpr = LEAVES == 8 or c_desc.dtype == gl.float32
     STAGES: gl.constexpr = 5 if LARGE else 6
     a_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 1, STEP], a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLS, 1, STEP], b_desc.layout)
-    # The eight rows that a warp writes at once lie in different banks.
-    spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    held = gl.allocate_shared_memory(gl.float32, [ROWS if LARGE else ROWS // 2, COLS], spread)
+    # Swizzled: the eight rows that a warp writes at once are in different banks.
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    held = gl.allocate_shared_memory(gl.float32, [ROWS if LARGE else ROWS // 2, COLS], swizzled)
     c_smem = held._reinterpret(c_desc.dtype, [ROWS, COLS], c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -399,8 +402,8 @@ def _matmul(
     shared, sizes, rounds = (a_smem, b_smem, full, empty), (M, N, steps, length), (whole, cut, helpers)
     gl.warp_specialize(
         [
-            (_multiply, (held, c_smem, c_desc, BIAS, SUMS, THERE, shared, sizes, rounds, LEAVES, KEPT, HAS_BIAS)),
-            (_copy, ((a_desc, b_desc), shared, sizes, rounds, LEAVES, KEPT)),
+            (_consumer, (held, c_smem, c_desc, BIAS, SUMS, READY, shared, sizes, rounds, LEAVES, KEPT, HAS_BIAS)),
+            (_producer, ((a_desc, b_desc), shared, sizes, rounds, LEAVES, KEPT)),
         ],
         [1],
         [24],
@@ -408,7 +411,7 @@ def _matmul(
 
 
 class _Matrix(TensorDescriptor):
-    """Without the checks of each new object; `refuses` has made them."""
+    """A TensorDescriptor without the checks in its constructor; `rejects` has made them."""
 
     def __post_init__(self):
         pass
@@ -418,39 +421,40 @@ def _block(dtype: torch.dtype, *shape: int) -> tuple[list[int], gl.NVMMASharedLa
     return [*shape], gl.NVMMASharedLayout.get_default_for(shape, gl.float32 if dtype == torch.float32 else gl.bfloat16)
 
 
-def refuses(p: Product) -> str | None:
-    least = FEW if p.leaves == 1 else ROWS.value
+def rejects(p: Product) -> str | None:
+    """Return why this kernel is not used for a GEMM, or None."""
+    least = SMALL_M if p.leaves == 1 else ROWS.value
     if p.m <= least:
-        return f"{p.m} rows, of more than {least}"
-    if (why := unfit(p)) is not None or p.m > FEW:
+        return f"{p.m} rows: must be more than {least}"
+    if (why := unsupported(p)) is not None or p.m > SMALL_M:
         return why
-    problem = rounded(p.m), p.n, p.k, p.leaves
+    problem = round_up_rows(p.m), p.n, p.k, p.leaves
     return "tiles are faster" if cost.best_of_tiles(*problem)[0] < cost.many(*problem) else None
 
 
-def unfit(p: Product) -> str | None:
-    """Why it cannot compute it."""
+def unsupported(p: Product) -> str | None:
+    """Return why this kernel cannot compute a GEMM, or None."""
     if p.accumulate:
-        return "it adds to what out holds"
+        return "accumulation into out is not supported"
     if {p.a[2], p.b[2]} != {torch.bfloat16}:
-        return "operands other than bf16"
+        return "operands must be bf16"
     if p.leaves not in (1, 2, 4, 8):
-        return f"{p.leaves} leaves: it computes chains and trees of 2, 4 or 8"
-    if not p.k or p.k % (p.leaves * SLICE):
-        return f"leaves of {p.k // p.leaves} k, no multiple of {SLICE}"
-    if not all(map(copied, (p.a, p.b, p.out))):
-        return "strides or addresses that the copy engine does not take"
+        return f"{p.leaves} leaves: must be 1, 2, 4 or 8"
+    if not p.k or p.k % (p.leaves * MMA_K):
+        return f"leaves of {p.k // p.leaves} k: must be a multiple of {MMA_K}"
+    if not all(map(tma_compatible, (p.a, p.b, p.out))):
+        return "strides or addresses that TMA does not support"
     return None
 
 
 def ways(p: Product) -> list[Cut]:
-    """How it can cut the tiles of the last round."""
-    return cost.cuts(p.m, p.n, p.leaves, p.multiprocessors - p.spare)
+    """Return the possible splits of the last wave's tiles."""
+    return cost.cuts(p.m, p.n, p.leaves, p.sm_count - p.spare)
 
 
 def cut_of(p: Product) -> Cut:
-    """The fastest of them."""
-    return cost.cut(p.m, p.n, p.k, p.leaves, p.multiprocessors - p.spare)
+    """Return the fastest split by cost.py."""
+    return cost.cut(p.m, p.n, p.k, p.leaves, p.sm_count - p.spare)
 
 
 def prepare(p: Product) -> Callable:
@@ -458,19 +462,21 @@ def prepare(p: Product) -> Callable:
 
 
 def _steps(p: Product) -> tuple[int, int]:
-    """Of a leaf; and its k, if each is to begin with as many zeros as set its other steps on lines of 128 bytes."""
+    """Return the pipeline steps per leaf, and the leaf's k extent if leaves begin with zeros for 128-byte alignment."""
     length, step = p.k // p.leaves, STEP.value
-    plain, aligned = (max(cost.up(leaf * by % step + length, step) for leaf in range(p.leaves)) for by in (0, length))
+    plain, aligned = (
+        max(cost.ceil_div(leaf * by % step + length, step) for leaf in range(p.leaves)) for by in (0, length)
+    )
     lined = all(row % step == 0 for _, (row, _), *_ in (p.a, p.b))
     return (aligned, length) if lined and 8 * aligned <= 9 * plain else (plain, 0)
 
 
 def prepare_cut(p: Product, cut: Cut) -> Callable:
-    """As `prepare`. No bit depends on how tiles are cut."""
+    """Return a launcher with this split; no bit depends on it."""
     has_bias, slots = p.bias is not None, cut.tiles * cut.pieces
-    there = secrets.randbits(62) | 1 << 62  # whatever memory held before is another number
+    ready = secrets.randbits(62) | 1 << 62  # random, so that uninitialized flags do not match
     whole = cost.tiles_of(p.m, p.n) - cut.tiles
-    rest = there, p.m, p.n, *_steps(p), whole, cut.tiles, cut.helpers, p.leaves, cut.kept, has_bias
+    rest = ready, p.m, p.n, *_steps(p), whole, cut.tiles, cut.helpers, p.leaves, cut.kept, has_bias
     grid = cut.helpers + cut.tiles, 1, 1
     launch = prepared(p.device, _matmul, grid, rest, num_warps=8)  # pyright: ignore[reportArgumentType]
     blocks = (
@@ -478,15 +484,15 @@ def prepare_cut(p: Product, cut: Cut) -> Callable:
         _block(p.b[2], COLS.value, 1, STEP.value),
         _block(p.out[2], ROWS.value, COLS.value),
     )
-    sums = slots * (ROWS.value * COLS.value + 2)  # a flag is two of them
+    sums = slots * (ROWS.value * COLS.value + 2)  # in fp32 values; a 64-bit flag takes two
     device = torch.device("cuda", p.device)  # pyright: ignore[reportArgumentType]
-    memory = functools.partial(torch.empty, sums, dtype=torch.float32, device=device)
-    nothing = None if sums else memory()
-    return functools.partial(_run, launch, blocks, p.leaves, memory, nothing)
+    allocate = functools.partial(torch.empty, sums, dtype=torch.float32, device=device)
+    empty = None if sums else allocate()
+    return functools.partial(_run, launch, blocks, p.leaves, allocate, empty)
 
 
 def _leaves(t: torch.Tensor, leaves: int, block: tuple) -> _Matrix:
-    """A matrix [rows, k] as the copy engine sees it."""
+    """Return the TMA descriptor of a matrix [rows, k] as [rows, leaves, k / leaves]."""
     (rows, k), (row, column) = t.shape, t.stride()
     return _Matrix(t, (rows, leaves, k // leaves), (row, k // leaves, column), *block)
 
@@ -495,19 +501,19 @@ def _run(
     launch: Callable,
     blocks: tuple,
     leaves: int,
-    memory: Callable[[], torch.Tensor],
-    nothing: torch.Tensor | None,
+    allocate: Callable[[], torch.Tensor],
+    empty: torch.Tensor | None,
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     bias = None if bias is None else bias.contiguous()
-    of_a, of_b, of_out = blocks
+    a_block, b_block, out_block = blocks
     launch(
-        _leaves(a, leaves, of_a),
-        _leaves(b, leaves, of_b),
-        _Matrix(out, out.shape, out.stride(), *of_out),
+        _leaves(a, leaves, a_block),
+        _leaves(b, leaves, b_block),
+        _Matrix(out, out.shape, out.stride(), *out_block),
         bias,
-        memory() if nothing is None else nothing,
+        allocate() if empty is None else empty,
     )

@@ -1,4 +1,7 @@
-"""The ways to compute a product, fastest first."""
+"""Table of the kernels of GEMMs: for each op of `dispatch.OPS`, fastest first. The order affects speed alone.
+
+`alignkit doctor --explain` prints the kernels' names, and tests and benchmarks select kernels by them.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from ...runtime.families import CUDA, NATIVE, REFERENCE, TRITON
 
 ORDER = {
     "linear": (
-        Kernel("tree", CUDA, "cuda", rule="tree_refuses", prepare="prepare_tree"),
-        Kernel("few", CUDA, "cuda", rule="few_refuses", prepare="prepare_few"),
-        Kernel("narrow", CUDA, "cuda", rule="narrow_refuses", prepare="prepare_narrow"),
+        Kernel("tree", CUDA, "cuda", rule="tree_rejects", prepare="prepare_tree"),
+        Kernel("few", CUDA, "cuda", rule="few_rejects", prepare="prepare_few"),
+        Kernel("narrow", CUDA, "cuda", rule="narrow_rejects", prepare="prepare_narrow"),
         Kernel(
             "cublaslt",
             TRITON,
             "cublaslt",
-            rule="refuses",
+            rule="rejects",
             prepare="prepare",
             declines="none of its algorithms gives the chain's bits in a trial on the GPU",
         ),
-        Kernel("hopper", TRITON, "hopper", rule="refuses", prepare="prepare"),
+        Kernel("hopper", TRITON, "hopper", rule="rejects", prepare="prepare"),
         Kernel("tiles", TRITON, "triton", prepare="prepare"),
         Kernel("cpu", NATIVE, "cpu"),
         Kernel("reference", REFERENCE, "reference"),

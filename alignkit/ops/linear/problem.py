@@ -1,4 +1,7 @@
-"""A product as it is described to those who may compute it."""
+"""The description of a GEMM for kernel selection.
+
+The rules in cuda.py, cublaslt.py and hopper.py read the fields; alignkit/explain.py fills them from words.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,22 @@ from ...runtime.families import SM90
 from ...runtime.operands import Operand, operand
 
 
-class Product(NamedTuple):  # made and hashed in every call: a tuple is both in C
-    """out [m, n] = a [m, k] . b [n, k]^T by `leaves` chains and their tree, plus out if `accumulate`, or a bias."""
+class Product(NamedTuple):  # created and hashed in every call: tuples do both in C
+    """The GEMM out [m, n] = a [m, k] . b [n, k]^T by `leaves` chains and their tree, plus a bias or `out` itself."""
 
     backend: str
-    """The fastest that may compute it."""
+    """Fastest backend to consider."""
     device: int | None
-    """Number of the GPU; None: one of the family, of which there need be none here."""
+    """GPU index; None for a hypothetical GPU of the family (`alignkit doctor --explain`)."""
     a: Operand
     b: Operand
     bias: Operand | None
     out: Operand
     leaves: int
     accumulate: bool
+    """True if the result is added to `out`."""
     spare: int = 0
-    """Multiprocessors that are left to what runs beside it, by a way that can."""
+    """SMs to leave to concurrent kernels, for kernels that support it."""
 
     @staticmethod
     def of(
@@ -38,6 +42,7 @@ class Product(NamedTuple):  # made and hashed in every call: a tuple is both in 
         accumulate: bool,
         spare: int = 0,
     ) -> Product:
+        """Return the description of these tensors."""
         return Product(
             backend,
             out.get_device(),
@@ -67,10 +72,10 @@ class Product(NamedTuple):  # made and hashed in every call: a tuple is both in 
         return self.bias is None or self.bias[0][0] <= 1 or self.bias[1] == (1,)
 
     @property
-    def multiprocessors(self) -> int:
-        return SM90.multiprocessors if self.device is None else _multiprocessors(self.device)
+    def sm_count(self) -> int:
+        return SM90.sm_count if self.device is None else _sm_count(self.device)
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def _sm_count(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

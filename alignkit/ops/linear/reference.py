@@ -1,4 +1,7 @@
-"""The chain and the k-tree, one fused multiply-add at a time."""
+"""Reference chain and k-tree in torch, one fused multiply-add at a time.
+
+The order of summation is the contract's (docs/contract.md, "Linear").
+"""
 
 from __future__ import annotations
 

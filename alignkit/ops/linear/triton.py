@@ -1,10 +1,11 @@
-"""Triton: tiles of outputs, k ascending in steps of 16 through the tensor core; M chooses the schedule, not the bits.
+"""Triton backend: output tiles, k ascending in steps of 16 through the tensor core.
 
-The tensor core's result depends on the order of k alone, whatever the tile, so every schedule below is a chain. fp32
-inputs take fused multiply-adds in the same order.
+The tensor core's result depends on the order of k alone, not on the tile, so every schedule below gives the chain's
+bits. fp32 operands use fused multiply-adds in the same order.
 
-The compiler folds `dot(a, b, 0) + x` into `dot(a, b, x)`, which is another order. It cannot where the dot's sum goes
-round a loop, so the number of steps is never a constant to it.
+The compiler folds `dot(a, b, 0) + x` into `dot(a, b, x)`, which changes the order. It cannot if the accumulator is
+loop-carried, so the number of steps (STEPS) must stay a run-time argument that is not specialized. Tile sizes, splits
+and launch options are free. ../moe_experts/grouped.py uses `sums` too.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import prepared
-from ...runtime.operands import MOST, Operand, operand
+from ...runtime.operands import MAX_CACHED, Operand, operand
 from .._triton import tree_sum
 from . import cost
-from .cublaslt import rounded
+from .cublaslt import round_up_rows
 from .problem import Product
 
 _JOINED = 512
-"""Outputs of a block that joins."""
+"""schedule: outputs per CTA of the kernel that adds partial sums."""
 
 
 @triton.jit
 def _load(a, b, k, K, sak, sbk, m_ok, n_ok, BLOCK_K: tl.constexpr):
-    """The tiles of both operands at k; a, b point at k = 0 of their rows."""
+    """Load the tiles of both operands at k; a and b point to k = 0 of their rows."""
     ks = k + tl.arange(0, BLOCK_K)
-    at = tl.load(a + ks[None, :].to(tl.int64) * sak, mask=m_ok[:, None] & (ks < K)[None, :], other=0.0)
-    bt = tl.load(b + ks[:, None].to(tl.int64) * sbk, mask=(ks < K)[:, None] & n_ok[None, :], other=0.0)
-    return at, bt
+    a_tile = tl.load(a + ks[None, :].to(tl.int64) * sak, mask=m_ok[:, None] & (ks < K)[None, :], other=0.0)
+    b_tile = tl.load(b + ks[:, None].to(tl.int64) * sbk, mask=(ks < K)[:, None] & n_ok[None, :], other=0.0)
+    return a_tile, b_tile
 
 
 @triton.jit
@@ -53,18 +54,18 @@ def sums(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The tile of a chain that goes on from `acc`, or of the tree of `LEAVES` chains; a, b as for `_load`."""
+    """Return the tile of a chain that continues `acc`, or of the tree of `LEAVES` chains; a, b as for `_load`."""
     if LEAVES == 1:
         for s in range(STEPS):
-            at, bt = _load(a, b, s * BLOCK_K, K, sak, sbk, m_ok, n_ok, BLOCK_K)
-            acc = tl.dot(at, bt, acc, input_precision="ieee")
-    else:  # one loop over all of k: loads run ahead of the leaves; sums of 1, 2 and 4 leaves wait for their pair
+            a_tile, b_tile = _load(a, b, s * BLOCK_K, K, sak, sbk, m_ok, n_ok, BLOCK_K)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
+    else:  # one loop over all of k, so that loads are pipelined across leaves; one, two, four hold left subtrees
         zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         leaf = STEPS // LEAVES
         acc, one, two, four = zero, zero, zero, zero
         for s in range(STEPS):
-            at, bt = _load(a, b, s * BLOCK_K, K, sak, sbk, m_ok, n_ok, BLOCK_K)
-            acc = tl.dot(at, bt, acc, input_precision="ieee")
+            a_tile, b_tile = _load(a, b, s * BLOCK_K, K, sak, sbk, m_ok, n_ok, BLOCK_K)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
             if (s + 1) % leaf == 0:
                 done = (s + 1) // leaf
                 if done % 2 == 1:
@@ -107,18 +108,18 @@ def _matmul(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
 ):
-    part = tl.program_id(1).to(tl.int64)  # of k and its leaves: K, STEPS and LEAVES are those of one part
+    part = tl.program_id(1).to(tl.int64)  # part of k and its leaves; K, STEPS and LEAVES describe one part
     A += part * K * sak
     B += part * K * sbk
     C += part * M * scm
     pid = tl.program_id(0)
     rows, cols = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    first = pid // (GROUP * cols) * GROUP  # tiles in bands of GROUP rows, so that weights stay in L2
-    band = tl.minimum(rows - first, GROUP)
-    i = (first + pid % (GROUP * cols) % band).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = (pid % (GROUP * cols) // band).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = pid // (GROUP_SIZE_M * cols) * GROUP_SIZE_M  # groups of tile rows, so that weights stay in L2
+    group_size_m = tl.minimum(rows - first, GROUP_SIZE_M)
+    i = (first + pid % (GROUP_SIZE_M * cols) % group_size_m).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = (pid % (GROUP_SIZE_M * cols) // group_size_m).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_ok, n_ok = i < M, j < N
     a, b = A + i[:, None] * sam, B + j[None, :] * sbn
     c = C + i[:, None] * scm + j[None, :]
@@ -135,21 +136,21 @@ def _matmul(
 
 
 @triton.jit
-def _join(PARTS, C, BIAS, N, apart, scm, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """C [M, N] = the balanced tree over 2^LEVELS fp32 [M, N], `apart` elements from each to the next, plus bias, rounded."""
+def _join(PARTS, C, BIAS, N, stride, scm, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute C [M, N] = the balanced tree over 2^LEVELS partial sums [M, N], `stride` elements apart, plus bias."""
     i, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = j < N
-    which = tl.arange(0, 1 << LEVELS).to(tl.int64)
-    parts = tl.load(PARTS + i * N + j[:, None] + which[None, :] * apart, mask=ok[:, None], other=0.0)
+    part = tl.arange(0, 1 << LEVELS).to(tl.int64)
+    parts = tl.load(PARTS + i * N + j[:, None] + part[None, :] * stride, mask=ok[:, None], other=0.0)
     acc = tree_sum(parts, LEVELS)
     if HAS_BIAS:
         acc += tl.load(BIAS + j, mask=ok, other=0.0).to(tl.float32)
     tl.store(C + i * scm + j, acc.to(C.dtype.element_ty), mask=ok)
 
 
-def prepared_join(device: int, m: int, n: int, apart: int, row: int, parts: int, has_bias: bool) -> Callable:
-    """What adds the parts' sums, to be called with them, out, whose rows are `row` elements apart, and the bias."""
-    rest = (n, apart, row, parts.bit_length() - 1, has_bias, _JOINED)
+def prepared_join(device: int, m: int, n: int, stride: int, row: int, parts: int, has_bias: bool) -> Callable:
+    """Return a launcher (partial sums, out, bias) that adds the parts; `row` is out's row stride."""
+    rest = (n, stride, row, parts.bit_length() - 1, has_bias, _JOINED)
     return prepared(device, _join, (m, triton.cdiv(n, _JOINED), 1), rest)
 
 
@@ -166,14 +167,14 @@ def _chain_schedule(m: int) -> dict:
 
 
 def _tree_schedule(m: int, n: int, k: int, leaves: int) -> dict:
-    """By cost.py; many rows come here if hopper.py does not take the operands."""
+    """Return the tile of a k-tree by cost.py; a fixed one for many rows, which are rare here (see hopper.py)."""
     if m > 256:
         return _tile(64, 128, 64, warps=8)
-    return _tile(*cost.best_of_tiles(rounded(m), n, k, leaves)[1])
+    return _tile(*cost.best_of_tiles(round_up_rows(m), n, k, leaves)[1])
 
 
 def schedule(m: int, n: int, k: int, leaves: int, dtype: torch.dtype) -> dict:
-    """The tile of such a product, its warps and stages, and into how many parts its leaves are dealt out."""
+    """Return the schedule of a GEMM: tile, warps, stages, and the parts that its leaves are split into."""
     if dtype == torch.float32:
         chosen = _tile(16 if m <= 16 else 64, 64, 32, stages=2)
     else:
@@ -181,7 +182,7 @@ def schedule(m: int, n: int, k: int, leaves: int, dtype: torch.dtype) -> dict:
     return chosen | {"parts": min(chosen["parts"], leaves)}
 
 
-@functools.lru_cache(MOST)
+@functools.lru_cache(MAX_CACHED)
 def _choose(
     device: int,
     a: Operand,
@@ -193,19 +194,19 @@ def _choose(
     resumed: bool,
     given: tuple,
 ) -> tuple[Callable, Callable | None, int]:
-    """What `tiles` launches: the product, what joins its parts if there are several, and how many there are."""
+    """Return the launchers of the GEMM and of the sum of its parts (None for one part), and the number of parts."""
     ((m, k), a_strides, dtype, _), ((n, _), b_strides, _, _), row = a, b, out[1][0]
     chosen = schedule(m, n, k, leaves, dtype) | dict(given)
     parts = min(chosen["parts"], leaves)
     whole = parts == 1
-    step = chosen["BLOCK_K"]
-    if leaves > 1:  # a step of the loop stays inside a leaf, which is a multiple of 16
-        step = math.gcd(step, k // leaves)
+    block_k = chosen["BLOCK_K"]
+    if leaves > 1:  # steps must not cross leaves, whose lengths are multiples of 16
+        block_k = math.gcd(block_k, k // leaves)
     rest = (
         m,
         n,
         k // parts,
-        triton.cdiv(k // parts, step),
+        triton.cdiv(k // parts, block_k),
         *a_strides,
         *b_strides,
         row if whole else n,
@@ -215,7 +216,7 @@ def _choose(
         resumed,
         chosen["BLOCK_M"],
         chosen["BLOCK_N"],
-        step,
+        block_k,
         8,
     )
     grid = (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]), parts, 1)
@@ -233,8 +234,11 @@ def tiles(
     resumed: bool = False,
     **given,
 ) -> None:
-    """The kernels above; `resumed` chains (of one leaf) go on from what `out` holds. `given` overrides the `schedule`: the
-    tile, and into how many parts the leaves are dealt out to blocks of their own. No choice changes a bit."""
+    """Compute a GEMM by the kernels above.
+
+    `resumed` continues the chains (one leaf) from the values in `out`. `given` overrides items of the `schedule`; no
+    choice changes a bit.
+    """
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
     product, join, parts = _choose(
@@ -257,7 +261,7 @@ def tiles(
 
 
 def chain(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool) -> None:
-    """What cuBLASLt's algorithms are held against; one tile, so that few kernels are compiled for it."""
+    """Compute the chain, as the reference of cuBLASLt's trials; with a fixed tile, to compile few kernels."""
     tiles(a, b, 1, bias, out, accumulate, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3)
 
 
@@ -272,5 +276,5 @@ def _run(
 
 
 def resume(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Chains that go on from what out, fp32, holds."""
+    """Continue the chains from the values in `out` (fp32)."""
     tiles(a, b, 1, None, out, False, True)

@@ -1,4 +1,4 @@
-"""The differentiable ops: from hidden states, and from logits."""
+"""Differentiable logprob ops: from hidden states, and from logits. Public: docs/api/ops.md documents both."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch
 from ...dist import TP
 from .._calls import op
 from .._common import (
-    check_apart,
     check_device,
     check_flag,
     check_int,
+    check_no_overlap,
     check_plain,
     check_tensor,
     check_tp,
     check_weight,
-    looks,
+    checks_values,
     require,
     rows_shape,
 )
@@ -43,39 +43,47 @@ def linear_logp(
     main_grad: torch.Tensor | None = None,
     workspace: int | None = None,
 ):
-    """``log_softmax(logits / temperature)[target]`` with ``logits = logit_scale * cap(hidden @ weight.T + bias)``,
-    ``cap(x) = soft_cap * tanh(x / soft_cap)``; the logits are fp32, not rounded, and not stored unless `keep_logits`.
+    """Compute logprobs of target tokens from hidden states: ``log_softmax(logits / temperature)[target]``.
+
+    ``logits = logit_scale * cap(hidden @ weight.T + bias)`` with ``cap(x) = soft_cap * tanh(x / soft_cap)``. The logits
+    are fp32, never rounded to the model dtype, and not stored unless `keep_logits` is set. The result has the same
+    bits for every sharding of the vocabulary, batch composition and `workspace`.
 
     Args:
-        hidden: [..., D], fp32 or bf16; finite (on a GPU this is not looked at: a NaN spreads as the formula says). The
-            same on every rank of `tp`.
-        weight: [V_local, D], hidden's type; this rank's rows of the vocabulary.
-        target: int64 [...], global ids in [0, vocab_size), or `ignore_index`. On a GPU another id, like a temperature
-            that is not positive and finite, stops the device with a message (see `ALIGNKIT_STRICT`).
-        bias: [V_local] or None, weight's type.
-        temperature: positive, a number or fp32 [...]; divides the logits.
-        soft_cap: positive and finite, or None for no cap.
-        logit_scale: factor of the logits.
-        ignore_index: rows with this target give logp 0 and entropy 0 and have no gradient.
-        vocab_size: the true global size; padded rows at or beyond it never count. Default: all rows.
-        vocab_start: global id of this rank's first row. Shards follow each other in rank order; they may differ in
-            size, but may not overlap, leave a hole, or be empty.
-        tp: the ranks that hold the other rows.
-        return_entropy: also return the entropy of the distribution, in nats.
-        keep_logits: store the products hidden @ weight.T, 4 bytes each, for a backward pass that does not compute them
-            again. The same bits; without it no more than some bytes per row and 128 ids are stored.
-        main_grad: fp32 [V_local, D], contiguous, memory that is no other argument's, or None. The gradient of weight is added to it, unrounded, in each backward
-            pass, and weight.grad stays as it is.
-        workspace: limit, in bytes, of the logits alive at a time, and of their gradients, at least a few rows or ids; None:
-            8 MiB on a CPU, 132 MiB on a GPU. A small one takes more time; it changes no bit. Beyond it the backward pass
-            holds hidden's gradient in fp32.
+        hidden: [..., D], fp32 or bf16, finite, the same on every rank of `tp`. Finiteness is checked on a CPU and in
+            strict mode; otherwise NaNs propagate to their rows.
+        weight: [V_local, D], hidden's dtype; this rank's rows of the vocabulary.
+        target: int64 [...], global ids in [0, vocab_size), or `ignore_index`.
+        bias: [V_local] of weight's dtype, or None.
+        temperature: Positive number, or fp32 [...]; divides the logits.
+        soft_cap: Positive finite number, or None for no cap.
+        logit_scale: Finite factor of the logits.
+        ignore_index: Rows with this target have logp 0, entropy 0 and no gradient.
+        vocab_size: True global vocabulary size; padded ids at or beyond it are excluded. Default: all rows.
+        vocab_start: Global id of this rank's first row. Shards are consecutive in rank order, without overlaps or
+            gaps, nonempty, and may differ in size.
+        tp: Ranks that hold the other rows. They exchange a few bytes per row in the forward pass; the backward pass
+            sums hidden's gradient over them (fp32, balanced tree of rank order).
+        return_entropy: Also return the entropy of the distribution.
+        keep_logits: Store the fp32 products hidden @ weight.T (4 N V_local bytes) for the backward pass instead of
+            recomputing them; the same bits.
+        main_grad: Contiguous fp32 [V_local, D] that shares no memory with other arguments, or None. Each backward pass
+            adds the weight's gradient to it, unrounded, and leaves weight.grad alone.
+        workspace: Approximate limit in bytes of the logits, and of their gradients, alive at a time. Default: 8 MiB on
+            a CPU, 132 MiB on a GPU. Small values cost time, not bits. The backward pass also allocates hidden's
+            gradient in fp32.
 
     Returns:
-        logp, fp32 [...], in nats; or (logp, entropy). Differentiable in hidden (summed over ranks), weight and bias
-        (this rank's rows).
+        logp, fp32 [...], in nats; or the tuple (logp, entropy), both fp32 [...] in nats. Differentiable once in hidden,
+        weight and bias (this rank's rows), with gradients of their dtypes. Both results and the gradients of weight
+        and bias have the same bits at every size of `tp`.
 
     Raises:
-        InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
+        InputError: an argument is outside of its documented range, or differs between the ranks; on all ranks of `tp`,
+            before anything is computed. On a GPU without ``ALIGNKIT_STRICT=1``, an invalid target or temperature value
+            triggers a device-side assertion instead.
+        UnsupportedError: a torch mode or transform without real tensors is active; double backward.
+        BackendError: no backend for the device, or another rank of `tp` died.
     """
     tp = check_tp(tp)
     rows = rows_shape(hidden)
@@ -92,21 +100,21 @@ def linear_logp(
             check_tensor("main_grad", main_grad, 2, (torch.float32,))
             require(
                 main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous(),
-                f"main_grad: {tuple(main_grad.shape)} on {main_grad.device}, strides {main_grad.stride()}, does not fit "
-                f"weight: {tuple(weight.shape)} on {weight.device}",
+                f"main_grad: must be contiguous {tuple(weight.shape)} on {weight.device}, as weight; got "
+                f"{tuple(main_grad.shape)} on {main_grad.device} with strides {main_grad.stride()}",
             )
-            read = {"hidden": hidden, "weight": weight, "bias": bias}
+            inputs = {"hidden": hidden, "weight": weight, "bias": bias}
             check_plain("target", target)
             if isinstance(temperature, torch.Tensor):
                 check_plain("temperature", temperature)
-            check_apart(
+            check_no_overlap(
                 "main_grad",
                 main_grad,
-                read
+                inputs
                 | {"target": target, "temperature": temperature}
-                | {f"{name}.grad": t.grad for name, t in read.items() if t is not None and t.is_leaf},
+                | {f"{name}.grad": t.grad for name, t in inputs.items() if t is not None and t.is_leaf},
             )
-        require(not looks(hidden.device) or bool(hidden.isfinite().all()), "hidden: has NaN or infinite values")
+        require(not checks_values(hidden.device) or bool(hidden.isfinite().all()), "hidden: values must be finite")
         largest = check_per_row(target, temperature, rows, hidden.device, ignore_index)
         return (
             Shards.describe(vocab_start, weight.shape[0], vocab_size),
@@ -159,17 +167,28 @@ def logp_from_logits(
     tp: TP | None = None,
     return_entropy: bool = False,
 ):
-    """`linear_logp` from logits that exist already: given `head_logits`, the same bits.
+    """Compute logprobs of target tokens from logits; the same bits as `linear_logp` if given `head_logits`.
 
     Args:
-        logits: [..., V_local], fp32 or bf16; -inf masks an id, NaN or +inf make their row NaN.
-        target, temperature, ignore_index, vocab_size, vocab_start, tp, return_entropy: as for `linear_logp`.
+        logits: [..., V_local], fp32 or bf16; this rank's columns. -inf masks an id; NaN or +inf make their row NaN.
+        target: int64 [...], global ids in [0, vocab_size), or `ignore_index`.
+        temperature: Positive number, or fp32 [...]; divides the logits.
+        ignore_index: Rows with this target have logp 0, entropy 0 and no gradient.
+        vocab_size: True global vocabulary size; padded ids at or beyond it are excluded. Default: all columns.
+        vocab_start: Global id of this rank's first column; shards are consecutive in rank order, as for `linear_logp`.
+        tp: Ranks that hold the other columns. The backward pass does not communicate.
+        return_entropy: Also return the entropy of the distribution.
 
     Returns:
-        logp, fp32 [...], in nats; or (logp, entropy). Differentiable in logits.
+        logp, fp32 [...], in nats; or the tuple (logp, entropy). Differentiable once in logits, with a gradient of their
+        dtype, rounded once.
 
     Raises:
-        InputError: an argument is outside the above; on all ranks of `tp` together, before anything is computed.
+        InputError: an argument is outside of its documented range, or differs between the ranks; on all ranks of `tp`,
+            before anything is computed. On a GPU without ``ALIGNKIT_STRICT=1``, an invalid target or temperature value
+            triggers a device-side assertion instead.
+        UnsupportedError: a torch mode or transform without real tensors is active; double backward.
+        BackendError: no backend for the device, or another rank of `tp` died.
     """
     tp = check_tp(tp)
     rows = rows_shape(logits)

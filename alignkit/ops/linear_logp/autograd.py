@@ -1,4 +1,8 @@
-"""The forward and backward passes of the differentiable ops."""
+"""Autograd functions of `linear_logp` and `logp_from_logits`.
+
+The order of sums is the contract's (docs/contract.md, "Log-softmax over the vocabulary"). On a GPU, cuts of rows
+(`HeadLogits.slabs`) change the bits of the gradients of weight and bias. Cuts of columns are free.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import torch
 from ...runtime import dispatch
 from ...runtime.families import on_host
 from .._calls import differentiable_once
-from .._common import check_apart, round_into
+from .._common import check_no_overlap, round_into
 from ..linear import row_sum
 from .blocks import cuts, part_of
 from .source import GivenLogits, head_logits_of
@@ -15,23 +19,23 @@ from .statistics import statistics_of
 
 
 def _remaining(ignored: torch.Tensor) -> torch.Tensor:
-    """The rows that count, in order. Counting them would wait for a GPU: there the ignored rows follow at the end."""
+    """Return the rows that are not ignored, in order; on a GPU, which must not synchronize, ignored rows follow."""
     if on_host(ignored.device):
         return (~ignored).nonzero()[:, 0]
     return torch.argsort(ignored, stable=True)
 
 
 def _count(target: torch.Tensor) -> torch.Tensor | None:
-    """How many rows count, on a GPU; they come first there."""
+    """Return the number of rows that are not ignored, on the device; None on a CPU, where all given rows count."""
     return None if on_host(target.device) else (target >= 0).sum(dtype=torch.int32)
 
 
-def _taken(values: torch.Tensor | None, order: torch.Tensor | None) -> torch.Tensor | None:
+def _gather(values: torch.Tensor | None, order: torch.Tensor | None) -> torch.Tensor | None:
     return values if values is None or order is None else values.index_select(0, order)
 
 
-def _put_back(values: torch.Tensor | None, order: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-    """Values of the rows `order` to their places among those of `shape`; zeros elsewhere."""
+def _scatter(values: torch.Tensor | None, order: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    """Scatter values of the rows `order` to a tensor of `shape`, zeros elsewhere."""
     if values is None:
         return None
     if order is not None:
@@ -66,7 +70,7 @@ class LinearLogp(torch.autograd.Function):
     ):
         ignored = target == ignore_index
         order = _remaining(ignored)
-        target, temperature = target.masked_fill(ignored, -1).index_select(0, order), _taken(temperature, order)
+        target, temperature = target.masked_fill(ignored, -1).index_select(0, order), _gather(temperature, order)
         kept = None
         if keep:
             columns = shards.columns(tp.rank)
@@ -80,8 +84,8 @@ class LinearLogp(torch.autograd.Function):
         logp, lse, ent = statistics_of(source, target, temperature, shards, tp, entropy)
         ctx.save_for_backward(hidden, weight, bias, order, target, temperature, lse, ent, kept, count)
         ctx.args = (soft_cap, logit_scale, shards, tp, workspace)
-        ctx.main_grad = main_grad  # written to in every backward pass, so nothing that autograd may watch
-        return _put_back(logp, order, shape), _put_back(ent, order, shape)
+        ctx.main_grad = main_grad  # not a saved tensor: every backward pass modifies it in place
+        return _scatter(logp, order, shape), _scatter(ent, order, shape)
 
     @staticmethod
     def backward(ctx, g_logp, g_ent):
@@ -90,11 +94,11 @@ class LinearLogp(torch.autograd.Function):
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         main = ctx.main_grad
         if main is not None:
-            check_apart("main_grad", main, {"the gradient of logp": g_logp, "the gradient of entropy": g_ent})
-        # The rows in order lie where the gradient will.
-        given = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+            check_no_overlap("main_grad", main, {"the gradient of logp": g_logp, "the gradient of entropy": g_ent})
+        # The gathered rows share the memory of the result: hidden's gradient.
+        gathered = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         source = head_logits_of(
-            _ordered(hidden, order, target, given),
+            _ordered(hidden, order, target, gathered),
             weight,
             bias,
             soft_cap,
@@ -109,8 +113,8 @@ class LinearLogp(torch.autograd.Function):
             target,
             lse,
             ent,
-            _taken(_flat(g_logp), order),
-            None if ent is None else _taken(_flat(g_ent), order),
+            _gather(_flat(g_logp), order),
+            None if ent is None else _gather(_flat(g_ent), order),
         )
         height, width = source.slabs(len(order), max(shards.sizes), need_w and main is None)
         blocks = cuts(0, len(order), height)
@@ -128,7 +132,7 @@ class LinearLogp(torch.autograd.Function):
             db_sum, dw_sum = None, sums
             if main is not None:
                 dw_sum = main[columns]
-            elif dw is not None and not summed:  # one chain, which is rounded at once
+            elif dw is not None and not summed:  # a single chain, rounded directly
                 dw_sum = dw[columns]
             for rows in blocks:
                 dz = source.gradient(rows, columns, start + columns.start, per_row, memory)
@@ -146,26 +150,26 @@ class LinearLogp(torch.autograd.Function):
             if summed:
                 round_into(dw[columns], dw_sum)  # pyright: ignore[reportOptionalSubscript, reportArgumentType]
             if need_b:
-                round_into(db[columns], db_sum)  # pyright: ignore[reportArgumentType] - `blocks` has some
+                round_into(db[columns], db_sum)  # pyright: ignore[reportArgumentType] - `blocks` is nonempty
         for grad in (dw, db):
             if grad is not None:
                 grad[used:].zero_()
-        return _returned(tp.tree_sum(dh), order, target, given) if need_h else None, dw, db, *[None] * 12
+        return _scattered(tp.tree_sum(dh), order, target, gathered) if need_h else None, dw, db, *[None] * 12
 
 
 def _ordered(
     hidden: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The rows in `order`, in the memory of `to` if given. An ignored one may hold anything: it is taken for zeros."""
+    """Return the rows in `order`, in the memory of `to` if given; ignored rows become zeros."""
     to = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if to is None else to
     to = to[: len(order)]
-    dispatch.select("linear_logp", hidden.device).take(hidden, order, target, to)
+    dispatch.select("linear_logp", hidden.device).gather_rows(hidden, order, target, to)
     return to
 
 
-def _returned(sums: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """`to` [N, D] <- the fp32 rows `order`, rounded; zeros elsewhere."""
-    dispatch.select("linear_logp", to.device).put(sums, order, target, to)
+def _scattered(sums: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """Scatter the fp32 rows `order` to `to` [N, D], rounded, zeros elsewhere; return `to`."""
+    dispatch.select("linear_logp", to.device).scatter_rows(sums, order, target, to)
     return to
 
 
@@ -173,14 +177,14 @@ def _returned(sums: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to:
 class LogitsLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, temperature, ignore_index, shards, tp, entropy, shape):
-        # On a GPU every row is taken where it is: nothing is summed over rows here.
+        # On a GPU rows are not reordered: nothing is summed over rows here.
         ignored = target == ignore_index
         order = _remaining(ignored) if on_host(target.device) else None
-        target, temperature = _taken(target.masked_fill(ignored, -1), order), _taken(temperature, order)
+        target, temperature = _gather(target.masked_fill(ignored, -1), order), _gather(temperature, order)
         logp, lse, ent = statistics_of(GivenLogits(logits, order), target, temperature, shards, tp, entropy)
         ctx.save_for_backward(logits, order, target, temperature, lse, ent)
         ctx.args = (shards, tp)
-        return _put_back(logp, order, shape), _put_back(ent, order, shape)
+        return _scatter(logp, order, shape), _scatter(ent, order, shape)
 
     @staticmethod
     def backward(ctx, g_logp, g_ent):
@@ -192,8 +196,8 @@ class LogitsLogp(torch.autograd.Function):
             target,
             lse,
             ent,
-            _taken(_flat(g_logp), order).contiguous(),
-            None if ent is None else _taken(_flat(g_ent), order).contiguous(),
+            _gather(_flat(g_logp), order).contiguous(),
+            None if ent is None else _gather(_flat(g_ent), order).contiguous(),
         )
         grad = (torch.empty if order is None else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
         grad[:, columns.stop :].zero_()
@@ -201,7 +205,7 @@ class LogitsLogp(torch.autograd.Function):
         for rows in cuts(0, len(target), source.blocks(len(target), max(shards.sizes))[0]):
             z = source.products(rows, columns)
             out = grad[rows, columns] if order is None else torch.empty_like(z)
-            backend.gradient(z, source.how, shards.starts[tp.rank], out, *(part_of(v, rows) for v in per_row))
+            backend.gradient(z, source.transform, shards.starts[tp.rank], out, *(part_of(v, rows) for v in per_row))
             if order is not None:
                 grad[order[rows], columns] = out
         return grad, *[None] * 7

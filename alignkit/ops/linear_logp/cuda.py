@@ -1,5 +1,8 @@
-"""CUDA: products and what becomes of them in one kernel (csrc/sm90/head), so that logits reach no memory. Everything else,
-and what these kernels do not take, is Triton's: the same bits."""
+"""CUDA backend: GEMMs with fused epilogues (csrc/sm90/head), so that logits are not written to memory.
+
+Triton computes everything else, and unsupported operands, to the same bits. The names and order of the fields of ctypes
+structures must equal the library's, which is checked when this file is imported.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ import torch
 
 from ...runtime import cuda
 from ...runtime.operands import Operand
-from ..linear.cuda import takes
+from ..linear.cuda import tma_bf16
 from .problem import Head, HeadGradient, HeadProducts
 
 FEW = 256
-"""Up to so many rows a tile of the kernels is mostly empty."""
+"""schedule: rows up to which the kernels' tiles would be mostly empty."""
 
 
 @cuda.mirrors("AlignkitHead")
 class _Head(ctypes.Structure):
-    """AlignkitHead of csrc/sm90/head/linear_logp.cu."""
+    """The struct AlignkitHead of csrc/sm90/head/linear_logp.cu."""
 
     _fields_ = [
         ("hidden", ctypes.c_void_p),
@@ -41,42 +44,45 @@ class _Head(ctypes.Structure):
     ]
 
 
-def _unfit(hidden: Operand, weight: Operand) -> str | None:
-    """Why the kernels are not for these operands; None: they may be."""
+def _unsupported(hidden: Operand, weight: Operand) -> str | None:
+    """Return why the kernels are not used for these operands, or None."""
     if hidden[0][0] <= FEW:
-        return f"{hidden[0][0]} rows, of more than {FEW}"
+        return f"{hidden[0][0]} rows: must be more than {FEW}"
     if not weight[0][0]:
         return "no ids"
-    if not takes(hidden) or not takes(weight):
-        return "hidden or weight is not bf16 of rows that the copy engine takes"
+    if not tma_bf16(hidden) or not tma_bf16(weight):
+        return "hidden and weight must be bf16 with contiguous, 16-byte aligned rows (TMA)"
     return None
 
 
-def head_statistics_refuses(p: Head) -> str | None:
+def head_statistics_rejects(p: Head) -> str | None:
+    """Return why `head_statistics` is not used for a problem, or None."""
     if p.products is not None and (p.products[1][0] % 4 or not p.products[3]):
-        return "products are kept where the kernel cannot write them"
-    return _unfit(p.hidden, p.weight)
+        return "the products' rows must be 16-byte aligned"
+    return _unsupported(p.hidden, p.weight)
 
 
-def head_gradient_refuses(p: HeadGradient) -> str | None:
-    if not takes(p.out) or p.out[1][0] - p.out[0][1] >= 8:
-        return "the gradient's memory is not bf16, or its rows lie apart"
-    return _unfit(p.hidden, p.weight)
+def head_gradient_rejects(p: HeadGradient) -> str | None:
+    """Return why `head_gradient` is not used for a problem, or None."""
+    if not tma_bf16(p.out) or p.out[1][0] - p.out[0][1] >= 8:
+        return "the gradient must be bf16 with rows padded to a multiple of 8"
+    return _unsupported(p.hidden, p.weight)
 
 
-def head_products_refuses(p: HeadProducts) -> str | None:
+def head_products_rejects(p: HeadProducts) -> str | None:
+    """Return why `head_products` is not used for a problem, or None."""
     (n, c), d = p.dz[0], p.hidden[0][1]
     if not n or not c or d % 8:
-        return f"{n} rows, {c} ids and {d} columns: none is 0, and the last a multiple of 8"
-    if not all(map(takes, (p.dz, p.hidden, p.weight))):
-        return "operands that are not bf16 of rows that the copy engine takes"
-    if not _written(p.dhidden) or not _written(p.dweight):
-        return "results in memory that the kernel cannot write to"
+        return f"{n} rows, {c} ids and {d} columns: must be nonzero, columns a multiple of 8"
+    if not all(map(tma_bf16, (p.dz, p.hidden, p.weight))):
+        return "operands must be bf16 with contiguous, 16-byte aligned rows (TMA)"
+    if not _is_writable(p.dhidden) or not _is_writable(p.dweight):
+        return "results have an unsupported layout"
     return None
 
 
-def _head(hidden, weight, how, temperature, target, first: int, count, before: int) -> _Head:
-    cap, scale = how.soft_cap, how.logit_scale
+def _head(hidden, weight, transform, temperature, target, first: int, count, before: int) -> _Head:
+    cap, scale = transform.soft_cap, transform.logit_scale
     return _Head(
         hidden.data_ptr(),
         weight.data_ptr(),
@@ -86,7 +92,7 @@ def _head(hidden, weight, how, temperature, target, first: int, count, before: i
         *weight.shape,
         cuda.pointer(count),
         before,
-        cuda.pointer(how.bias),
+        cuda.pointer(transform.bias),
         cuda.pointer(temperature),
         cap or 0.0,
         1.0 if scale is None else scale,
@@ -98,13 +104,26 @@ def _head(hidden, weight, how, temperature, target, first: int, count, before: i
 
 
 def head_statistics(
-    hidden, weight, how, temperature, target, first: int, m, q, u, z_target, count=None, before: int = 0, products=None
+    hidden,
+    weight,
+    transform,
+    temperature,
+    target,
+    first: int,
+    m,
+    q,
+    u,
+    z_target,
+    count=None,
+    before: int = 0,
+    products=None,
 ) -> None:
-    """`statistics` of hidden [n, K] . weight [C, K]^T, which are also written to `products` [n, C] if that is given.
+    """Compute `statistics` of hidden [n, K] . weight [C, K]^T; store the products to `products` [n, C] if given.
 
-    Of the rows, `before` of a batch come before these; the first count[0] of the batch (int32, on the device) are
-    computed; None: all. Something is written for the others too."""
-    head = _head(hidden, weight, how, temperature, target, first, count, before)
+    `count` is an int32 device scalar: the rows of the whole batch to compute, None for all. `before` is the index of
+    the first row here in the batch. Rows beyond the count get undefined results.
+    """
+    head = _head(hidden, weight, transform, temperature, target, first, count, before)
     cuda.call(
         "alignkit_head_statistics",
         hidden.device,
@@ -122,7 +141,7 @@ def head_statistics(
 def head_gradient(
     hidden,
     weight,
-    how,
+    transform,
     temperature,
     target,
     first: int,
@@ -134,10 +153,12 @@ def head_gradient(
     count=None,
     before: int = 0,
 ) -> None:
-    """`gradient` of hidden . weight^T to out [n, C], whose rows lie C elements apart, or the next multiple of 8: those between
-    are zeroed. `count` and `before` as above; rows that are not
-    computed get zeros."""
-    head = _head(hidden, weight, how, temperature, target, first, count, before)
+    """Compute `gradient` of hidden . weight^T to out [n, C].
+
+    The row pitch of `out` is C rounded up to a multiple of 8; the padding is zeroed. `count` and `before` as for
+    `head_statistics`; rows beyond the count get zeros.
+    """
+    head = _head(hidden, weight, transform, temperature, target, first, count, before)
     cuda.call(
         "alignkit_head_gradient",
         hidden.device,
@@ -153,7 +174,7 @@ def head_gradient(
 
 @cuda.mirrors("AlignkitHeadProducts")
 class _Products(ctypes.Structure):
-    """AlignkitHeadProducts of csrc/sm90/head/linear_logp_backward.cu."""
+    """The struct AlignkitHeadProducts of csrc/sm90/head/linear_logp_backward.cu."""
 
     _fields_ = [
         ("dz", ctypes.c_void_p),
@@ -177,8 +198,8 @@ class _Products(ctypes.Structure):
     ]
 
 
-def _written(out: Operand | None) -> bool:
-    """Whether the kernels write to this fp32 or bf16 tensor, or need not."""
+def _is_writable(out: Operand | None) -> bool:
+    """Return whether the kernels support the layout of this fp32 or bf16 result (None: not requested)."""
     if out is None:
         return True
     (rows, columns), (row, column), dtype, aligned = out
@@ -189,10 +210,13 @@ def _written(out: Operand | None) -> bool:
 
 
 def head_products(dz, hidden, weight, dhidden, dweight, resume: bool, add: bool, count=None, before: int = 0) -> None:
-    """dhidden fp32 [n, D] = dz [n, C] . weight [C, D], chains that go on from what it holds if `resume`; and dweight [C, D] =
-    dz^T . hidden [n, D], chains that are rounded for bf16, added to what it holds if it is fp32 and `add`. Either may be
-    None. `count` and `before` as above; rows that do not count
-    are taken for zeros."""
+    """Compute the GEMMs of the gradient dz; either result may be None.
+
+    - dhidden, fp32 [n, D], = dz [n, C] . weight [C, D]; with `resume`, the chains continue from its values.
+    - dweight [C, D] = dz^T . hidden [n, D]: bf16, rounded; or fp32, added to its values with `add`.
+
+    `count` and `before` as for `head_statistics`; rows beyond the count are treated as zeros.
+    """
     (n, c), d = dz.shape, hidden.shape[1]
     out = [(cuda.pointer(t), 0 if t is None else t.stride(0)) for t in (dhidden, dweight)]
     products = _Products(

@@ -1,15 +1,18 @@
-"""The ways to compute the head. One kernel takes products and what becomes of them; else products go to memory, and
-`linear_logp` of the list takes them from there, fastest first."""
+"""Table of the kernels of the LM head: for each op of `dispatch.OPS`, fastest first. The order affects speed alone.
+
+The `head_*` kernels fuse the GEMM with its epilogue. Otherwise the products go through memory and a `linear_logp`
+kernel reads them.
+"""
 
 from __future__ import annotations
 
-from ...runtime.dispatch import PLAIN, Kernel
+from ...runtime.dispatch import ONE_PER_BACKEND, Kernel
 from ...runtime.families import CUDA
 
 ORDER = {
-    "linear_logp": PLAIN,
+    "linear_logp": ONE_PER_BACKEND,
     **{
-        op: (Kernel("cuda", CUDA, "cuda", rule=f"{op}_refuses"), *PLAIN)
+        op: (Kernel("cuda", CUDA, "cuda", rule=f"{op}_rejects"), *ONE_PER_BACKEND)
         for op in ("head_statistics", "head_gradient", "head_products")
     },
 }

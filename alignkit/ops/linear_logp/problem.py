@@ -1,4 +1,7 @@
-"""The head's kernels of products and what becomes of them, as problems that are described to those who may compute them."""
+"""Descriptions of the fused LM head problems for kernel selection.
+
+The rules in cuda.py read the fields; alignkit/explain.py fills them from words.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from ...runtime.operands import Operand
 
 
 class Head(NamedTuple):
-    """Statistics of the products hidden . weight^T, which are also written to `products` if that is given."""
+    """Tile statistics of the products hidden . weight^T, which are also stored to `products` if given."""
 
     backend: str
     hidden: Operand
@@ -17,7 +20,7 @@ class Head(NamedTuple):
 
 
 class HeadGradient(NamedTuple):
-    """The gradient of the loss by these products, to `out`."""
+    """The gradient of the loss with respect to the products hidden . weight^T."""
 
     backend: str
     hidden: Operand
@@ -26,7 +29,7 @@ class HeadGradient(NamedTuple):
 
 
 class HeadProducts(NamedTuple):
-    """What dz gives for hidden and for the weight; either may be None."""
+    """The gradients of hidden and weight from dz, the gradient of the products; either may be None."""
 
     backend: str
     dz: Operand

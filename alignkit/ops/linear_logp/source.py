@@ -1,4 +1,7 @@
-"""Where logits come from: products of hidden and the weight, or a tensor of them."""
+"""Sources of logits: GEMMs of hidden states and the LM head's weight, or a given tensor.
+
+`HeadLogits.slabs` takes the rows of a block from the contract (`Family.head_rows`); all other block sizes are free.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +13,52 @@ import torch
 
 from ...runtime import dispatch
 from ...runtime.operands import operand
-from ..linear import matmul, product
+from ..linear import matmul, matmul_into
 from . import blocks, problem
 from .blocks import PART_ROWS, WORKSPACE, cpu_rows, cuts, even, part_of
 
 
 @dataclass(frozen=True)
 class Transform:
-    """From a product to a logit: plus bias (fp32 [V_local]), capped, scaled; None leaves a step out."""
+    """The map from products to logits: add bias (fp32 [V_local]), cap, scale; None skips a step."""
 
     bias: torch.Tensor | None = None
     soft_cap: float | None = None
     logit_scale: float | None = None
 
     def of(self, columns: slice) -> Transform:
+        """Return the transform of some columns."""
         return replace(self, bias=part_of(self.bias, columns))
 
 
 class HeadLogits:
-    """Where logits come from: hidden . weight^T, then `how`."""
+    """Logits computed as hidden . weight^T, then `transform`."""
 
     def __init__(
         self,
         hidden,
         weight,
-        how: Transform,
+        transform: Transform,
         count: torch.Tensor | None = None,
         kept: torch.Tensor | None = None,
         filled: bool = False,
         workspace: int | None = None,
     ):
-        """count: so many rows count, the first (int32, on the device); None: all. kept: fp32 [N, V_local], where the
-        products stay; `filled`, if they are there."""
-        self.hidden, self.weight, self.how, self.count, self.kept, self.filled = (
+        """Describe the logits.
+
+        Args:
+            hidden: [N, D].
+            weight: [V_local, D].
+            transform: Map from products to logits.
+            count: int32 device scalar, number of leading rows to compute; None for all.
+            kept: fp32 [N, V_local], storage for the products, or None.
+            filled: True if `kept` already holds the products.
+            workspace: Limit in bytes of the logits alive at a time.
+        """
+        self.hidden, self.weight, self.transform, self.count, self.kept, self.filled = (
             hidden,
             weight,
-            how,
+            transform,
             count,
             kept,
             filled,
@@ -55,8 +68,7 @@ class HeadLogits:
         self.workspace = WORKSPACE[self.family] if workspace is None else workspace
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int | None]:
-        """How many rows and columns of logits to take at a time where the order is free; the same on every rank if
-        `columns` is."""
+        """Return the block shape (rows, columns) for statistics; equal on all ranks if `columns` is."""
         part = PART_ROWS[self.family]
         if part is None:
             return cpu_rows(columns, self.workspace), None
@@ -64,33 +76,38 @@ class HeadLogits:
         return rows, even(self.workspace // (4 * rows))
 
     def slabs(self, rows: int, columns: int, summed: bool) -> tuple[int, int | None]:
-        """Of how many rows and columns to take the gradient at a time, where chains go over columns and begin again at every
-        HEAD_ROWS rows; `summed`: if so, sums over these take memory too."""
-        most = self.family.head_rows
-        if most is None:
+        """Return the block shape (rows, columns) for gradients.
+
+        Chains over columns continue across blocks; chains over rows restart every `Family.head_rows` rows. With
+        `summed`, fp32 sums over the latter need memory too.
+        """
+        chain_rows = self.family.head_rows
+        if chain_rows is None:
             return cpu_rows(columns, self.workspace), None
-        sums = 4 * self.weight.shape[1] if summed and rows > most else 0
-        return most, even(self.workspace // max(2 * min(rows, most) + sums, 1))
+        sums = 4 * self.weight.shape[1] if summed and rows > chain_rows else 0
+        return chain_rows, even(self.workspace // max(2 * min(rows, chain_rows) + sums, 1))
 
     def places(
         self, rows: int, columns: int, width: int | None, dweight: torch.Tensor | None, summed: bool
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
-        """The slabs of columns, each with memory for its gradient of so many rows and, if `summed`, for fp32 sums of the weight's
-        gradient: as wide as fit into the rows of dweight that come after them and are written later, if it is given; or else
-        `width`."""
+        """Yield the slabs of columns, each with memory for its gradient and (with `summed`) fp32 weight-gradient sums.
+
+        The memory is borrowed from later rows of `dweight`, which are written later, if the slab can be wider than
+        `width` that way. Otherwise it is a buffer for `width` columns.
+        """
         dtype, start, d = self.backend.gradient_type(self.weight.dtype), 0, self.weight.shape[1]
         lent = dweight is not None and dweight.dtype == dtype and width is not None
-        of_row = d * dtype.itemsize  # bytes of dweight
+        row_bytes = d * dtype.itemsize  # per row of dweight
         own: tuple[torch.Tensor, torch.Tensor | None] | None = None
         while start < columns:
             left = columns - start
-            fit = left * of_row // (rows * dtype.itemsize + (4 * d if summed else 0) + of_row)
+            fit = left * row_bytes // (rows * dtype.itemsize + (4 * d if summed else 0) + row_bytes)
             wide = blocks.even(fit)
             if lent and width < wide <= fit:
                 stop = start + wide
-                later, of_gradient = dweight[stop:].view(-1), rows * wide
-                sums = later[of_gradient:].view(torch.float32)[: wide * d].view(wide, d) if summed else None
-                yield slice(start, stop), later[:of_gradient], sums
+                later, size = dweight[stop:].view(-1), rows * wide
+                sums = later[size:].view(torch.float32)[: wide * d].view(wide, d) if summed else None
+                yield slice(start, stop), later[:size], sums
             else:
                 stop = start + min(left, width or left)
                 if own is None:
@@ -102,33 +119,33 @@ class HeadLogits:
             start = stop
 
     def products(self, rows: slice, columns: slice) -> torch.Tensor:
-        """fp32; the caller may write to them unless they are kept on a GPU."""
+        """Return fp32 products; the caller may modify them unless they are kept on a GPU."""
         if self.kept is None:
             return matmul(self.hidden[rows], self.weight[columns])
         z = self.kept[rows, columns]
         if not self.filled:
-            product_into(z, self.hidden[rows], self.weight[columns])
+            gemm_into(z, self.hidden[rows], self.weight[columns])
         return z if self.family.on_gpu else z.clone()
 
     def logits(self, rows: slice, columns: slice) -> torch.Tensor:
-        """fp32, before temperature."""
+        """Return fp32 logits before temperature."""
         z = self.products(rows, columns)
         z = z if self.kept is None else z.clone()
-        self.backend.transform(z, self.how.of(columns))
+        self.backend.apply_transform(z, self.transform.of(columns))
         return z
 
     def statistics(self, rows: slice, columns: slice, *args) -> bool:
-        """Those of the products, if that takes no products in memory; see the backend."""
+        """Compute tile statistics by the fused kernel; return False, without computing, if it is not used."""
         hidden, weight = self.hidden[rows], self.weight[columns]
         products = None if self.kept is None else self.kept[rows, columns]
         kernel = self._fused("head_statistics", problem.Head, hidden, weight, products)
         if kernel is None:
             return False
-        kernel.head_statistics(hidden, weight, self.how.of(columns), *args, self.count, rows.start, products)
+        kernel.head_statistics(hidden, weight, self.transform.of(columns), *args, self.count, rows.start, products)
         return True
 
     def gradient(self, rows: slice, columns: slice, first: int, per_row: tuple, memory: torch.Tensor) -> torch.Tensor:
-        """Of the loss by the products [rows, columns]; column 0 is the id `first`."""
+        """Return the gradient of the products [rows, columns], in `memory`; column 0 is the id `first`."""
         n, c = rows.stop - rows.start, columns.stop - columns.start
         width = c + -c % 8
         dz = memory[: n * width].view(n, width)[:, :c]
@@ -137,7 +154,16 @@ class HeadLogits:
         kernel = None if self.filled else self._fused("head_gradient", problem.HeadGradient, hidden, weight, dz)
         if kernel is not None:
             kernel.head_gradient(
-                hidden, weight, self.how.of(columns), temperature, target, first, *others, dz, self.count, rows.start
+                hidden,
+                weight,
+                self.transform.of(columns),
+                temperature,
+                target,
+                first,
+                *others,
+                dz,
+                self.count,
+                rows.start,
             )
             return dz
         height, step = self.blocks(n, c)
@@ -147,7 +173,7 @@ class HeadLogits:
             for cut in cuts(0, c, None if self.filled else step):
                 ids = slice(columns.start + cut.start, columns.start + cut.stop)
                 self.backend.gradient(
-                    self.products(here, ids), self.how.of(ids), first + cut.start, dz[part, cut], *each
+                    self.products(here, ids), self.transform.of(ids), first + cut.start, dz[part, cut], *each
                 )
         return dz
 
@@ -161,44 +187,48 @@ class HeadLogits:
         resume: bool,
         add: bool,
     ) -> None:
-        """What the gradient dz of these rows and columns gives: for dhidden [rows, D], whose chains go on from what it holds if
-        `resume`; for dweight [columns, D], where the chains are added to what it holds if `add`. Either may be None."""
+        """Compute the gradients from dz of these rows and columns; either may be None.
+
+        With `resume`, the chains of dhidden [rows, D] continue from its values. With `add`, the chains of dweight
+        [columns, D] are added to its values.
+        """
         hidden, weight = self.hidden[rows], self.weight[columns]
         kernel = self._fused("head_products", problem.HeadProducts, dz, hidden, weight, dhidden, dweight)
         if kernel is not None:
             kernel.head_products(dz, hidden, weight, dhidden, dweight, resume, add, self.count, rows.start)
             return
         if dhidden is not None:
-            product_into(dhidden, dz, weight.t(), resume=resume)
+            gemm_into(dhidden, dz, weight.t(), resume=resume)
         if dweight is not None:
-            product_into(dweight, dz.t(), hidden.t(), add=add)
+            gemm_into(dweight, dz.t(), hidden.t(), add=add)
 
     def _fused(self, op: str, kind: type, *tensors: torch.Tensor | None) -> ModuleType | None:
-        """The file of a kernel that does all of it at once; None where products go to memory first."""
-        backend = dispatch.name(self.hidden.device)
-        if dispatch.sole(op, backend) is not None:
+        """Return the module of the fused kernel, or None if the products go through memory."""
+        backend = dispatch.backend_of(self.hidden.device)
+        if dispatch.static_kernel(op, backend) is not None:
             return None
         kernel = dispatch.choose(op, kind(backend, *map(operand, tensors)))
         return kernel.load() if kernel.rule else None
 
 
 def head_logits_of(hidden, weight, bias, soft_cap, logit_scale, *args, **options) -> HeadLogits:
+    """Return `HeadLogits` with a transform of these parameters."""
     bias = None if bias is None else bias.detach().float().contiguous()
     return HeadLogits(hidden, weight, Transform(bias, soft_cap, logit_scale), *args, **options)
 
 
 class GivenLogits:
-    """Where logits come from: a tensor [N, V_local] of them, of which row order[i] is the i-th (all, if None)."""
+    """Logits given as a tensor [N, V_local]; the i-th row is row order[i] of it (None: row i)."""
 
-    how = Transform()
+    transform = Transform()
 
     def __init__(self, logits, order: torch.Tensor | None = None):
         self.given = logits if logits.stride(1) == 1 else logits.contiguous()
         self.order, self.family = order, dispatch.family(logits.device)
 
     def blocks(self, rows: int, columns: int) -> tuple[int, None]:
-        most = self.family.head_rows
-        return cpu_rows(columns, WORKSPACE[self.family]) if most is None else most, None
+        rows_per_block = self.family.head_rows
+        return cpu_rows(columns, WORKSPACE[self.family]) if rows_per_block is None else rows_per_block, None
 
     def products(self, rows: slice, columns: slice) -> torch.Tensor:
         return self.given[rows if self.order is None else self.order[rows]][:, columns]
@@ -210,9 +240,9 @@ class GivenLogits:
         return False
 
 
-def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False, resume: bool = False) -> None:
-    """out <- a . b^T, added to what it holds if `add`; if `resume`, its chains go on from there."""
+def gemm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False, resume: bool = False) -> None:
+    """Compute out = a . b^T; with `add`, added to its values; with `resume`, the chains continue from them."""
     if resume:
         dispatch.select("linear_resume", a.device).resume(a, b, out)
     else:
-        product(a, b, 1, None, out, add)
+        matmul_into(a, b, 1, None, out, add)

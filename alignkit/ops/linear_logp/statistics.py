@@ -1,4 +1,7 @@
-"""A row's statistics over the vocabulary and over ranks."""
+"""Row statistics over the vocabulary and the ranks: logp, log-sum-exp and entropy.
+
+All ranks must cut rows alike, because each block of rows needs collectives. The cuts change no bit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from .vocab import Shards
 
 
 def row_sums(source, device, n: int, target, temperature, shards: Shards, tp: TP, entropy: bool):
-    """For each block of the n rows: the block, and its maxima and sums over all ranks (see the backends' `join`)."""
+    """Yield, for each block of the n rows: its slice, and its maxima and sums over all ranks (see `merge_tiles`)."""
     backend = dispatch.select("linear_logp", device)
     start, lead = shards.starts[tp.rank], shards.lead(tp.rank)
     columns, tail = shards.columns(tp.rank), shards.tail(tp.rank)
@@ -24,41 +27,41 @@ def row_sums(source, device, n: int, target, temperature, shards: Shards, tp: TP
     for rows in cuts(0, n, height):
         size = rows.stop - rows.start
         m, q, u = (
-            torch.empty(size, tiles if kept else 0, dtype=dtype, device=device)
-            for dtype, kept in ((torch.float32, True), (torch.int32, True), (torch.int32, entropy))
+            torch.empty(size, tiles if needed else 0, dtype=dtype, device=device)
+            for dtype, needed in ((torch.float32, True), (torch.int32, True), (torch.int32, entropy))
         )
         z_target = None if target is None else torch.zeros(size, dtype=torch.float32, device=device)
 
-        def into(first: int, last: int, rows=rows, out=(m, q, u if entropy else None)) -> tuple:
-            """What else the statistics of the columns from `first` to `last` take, and where they go."""
-            of = slice((first - lead) // VOCAB_TILE, -((lead - last) // VOCAB_TILE))
+        def arguments(first: int, last: int, rows=rows, out=(m, q, u if entropy else None)) -> tuple:
+            """Return the other arguments of `statistics` for columns [first, last), with the output tiles."""
+            tile = slice((first - lead) // VOCAB_TILE, -((lead - last) // VOCAB_TILE))
             return (
                 part_of(temperature, rows),
                 part_of(target, rows),
                 start + first,
-                *(None if t is None else t[:, of] for t in out),
+                *(None if t is None else t[:, tile] for t in out),
             )
 
-        if lead < tail and not source.statistics(rows, slice(lead, tail), *into(lead, tail), z_target):
+        if lead < tail and not source.statistics(rows, slice(lead, tail), *arguments(lead, tail), z_target):
             for part in cuts(lead, tail, width, border=-start):
                 backend.statistics(
-                    source.products(rows, part), source.how.of(part), *into(part.start, part.stop), z_target
+                    source.products(rows, part), source.transform.of(part), *arguments(part.start, part.stop), z_target
                 )
         cut = shards.cut_tile(lambda part, rows=rows: source.logits(rows, part), tp)
         if tail < columns:
-            of_cut = into(tail, columns)
-            backend.statistics(cut, Transform(), *of_cut, z_target)
+            cut_arguments = arguments(tail, columns)
+            backend.statistics(cut, Transform(), *cut_arguments, z_target)
         if tp.size == 1:
-            yield rows, *backend.join(m, q, u if entropy else None, z_target, None)
+            yield rows, *backend.merge_tiles(m, q, u if entropy else None, z_target, None)
         else:
             own = m.amax(dim=1) if tiles else m.new_full((size,), -math.inf)
             top = torch.stack(tp.all_gather(own)).amax(dim=0)
-            _, sums = backend.join(m, q, u if entropy else None, z_target, top)
+            _, sums = backend.merge_tiles(m, q, u if entropy else None, z_target, top)
             yield rows, top, torch.stack(tp.all_gather(sums)).sum(dim=0)
 
 
 def statistics_of(source, target, temperature, shards: Shards, tp: TP, entropy: bool):
-    """logp, lse, entropy (or None), fp32 [N], of this source on every rank."""
+    """Return logp, lse and entropy (or None), fp32 [N], on every rank."""
     backend = dispatch.select("linear_logp", target.device)
     parts = [
         backend.finish(m, sums, target[rows], entropy)

@@ -1,4 +1,8 @@
-"""Triton: one kernel over the logits per pass (statistics, gradient), and one over the tiles' statistics."""
+"""Triton backend: one kernel over the logits per pass (statistics, gradient), and one over the tile statistics.
+
+reference.py documents the functions. Sums within and over tiles are integers, so block sizes and num_warps are free.
+The other operations are the contract's (docs/contract.md, "Log-softmax over the vocabulary").
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,18 @@ from triton.language.extra import libdevice
 from ...contract import VOCAB_TILE
 from ...runtime.launch import launch
 from .._triton import exp as _exp
-from .._triton import fixed, next_power_of_2
+from .._triton import next_power_of_2, to_fixed_point
 
 INF = tl.constexpr(float("inf"))
 ROUND = tl.constexpr(1.5 * 2.0**52)
-"""Added to a double in [0, 2^51), rounds it to an integer, to nearest even, and leaves that in the low bits."""
+"""hardware: adding it to a double in [0, 2^51) rounds that to an integer (nearest even) in the low mantissa bits."""
 ROUND_BITS = tl.constexpr(0x4338000000000000)
+"""hardware: the bits of `ROUND`."""
 
 
 @triton.jit
 def _logit(x, bias, cap, scale, temperature):
-    """The logit of a product x, and what the cap made of x. A step whose argument is None is left out."""
+    """Return the logit of a product x, and the capped value. A step whose argument is None is skipped."""
     if bias is not None:
         x = x + bias
     if cap is not None:
@@ -49,15 +54,15 @@ def _check_rows(TARGET, TEMPERATURE, n, vocab, ignore, BLOCK: tl.constexpr):
     if TARGET is not None:
         t = tl.load(TARGET + i, mask=i < n, other=0)
         tl.device_assert(
-            (t == ignore) | ((t >= 0) & (t < vocab)), "target: an id is neither in [0, vocab_size) nor ignore_index"
+            (t == ignore) | ((t >= 0) & (t < vocab)), "target: ids must be in [0, vocab_size) or ignore_index"
         )
     if TEMPERATURE is not None:
         t = tl.load(TEMPERATURE + i, mask=i < n, other=1.0)
-        tl.device_assert((t > 0) & (t < INF), "temperature: a value is not positive and finite")
+        tl.device_assert((t > 0) & (t < INF), "temperature: values must be positive and finite")
 
 
 def check_rows(target: torch.Tensor | None, temperature: torch.Tensor | None, vocab: int, ignore_index: int) -> None:
-    """Stops the device with a message where a value is outside its range; nothing waits for that."""
+    """Launch device-side assertions on target and temperature values, without synchronization."""
     n = (target if target is not None else temperature).numel()
     if n:
         launch(
@@ -70,7 +75,7 @@ def check_rows(target: torch.Tensor | None, temperature: torch.Tensor | None, vo
 
 
 @triton.jit
-def _logp_take(X, ORDER, TARGET, OUT, cols, blocks, sx, BLOCK: tl.constexpr):
+def _logp_gather_rows(X, ORDER, TARGET, OUT, cols, blocks, sx, BLOCK: tl.constexpr):
     r = (tl.program_id(0) // blocks).to(tl.int64)
     j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     counts = tl.load(TARGET + r) >= 0
@@ -79,7 +84,7 @@ def _logp_take(X, ORDER, TARGET, OUT, cols, blocks, sx, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _logp_put(X, ORDER, TARGET, OUT, cols, blocks, BLOCK: tl.constexpr):
+def _logp_scatter_rows(X, ORDER, TARGET, OUT, cols, blocks, BLOCK: tl.constexpr):
     r = (tl.program_id(0) // blocks).to(tl.int64)
     j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     counts = tl.load(TARGET + r) >= 0
@@ -87,22 +92,26 @@ def _logp_put(X, ORDER, TARGET, OUT, cols, blocks, BLOCK: tl.constexpr):
     tl.store(OUT + tl.load(ORDER + r) * cols + j, x.to(OUT.dtype.element_ty), mask=j < cols)
 
 
-def take(x, order, target, out) -> None:
-    """out [n, D] <- the rows x[order], zeros where the target is negative."""
+def gather_rows(x, order, target, out) -> None:
+    """Gather out [n, D] = x[order], with zeros where the target is negative."""
     (n, cols), block = out.shape, 2048
     if out.numel():
         x, blocks = x if x.stride(1) == 1 else x.contiguous(), triton.cdiv(cols, block)
         launch(
-            _logp_take, (n * blocks,), (x, order, target, out, cols, blocks, x.stride(0)), {"num_warps": 8}, BLOCK=block
+            _logp_gather_rows,
+            (n * blocks,),
+            (x, order, target, out, cols, blocks, x.stride(0)),
+            {"num_warps": 8},
+            BLOCK=block,
         )
 
 
-def put(x, order, target, out) -> None:
-    """out [n, D] <- fp32 x at the rows `order`, all of them, rounded; zeros where the target is negative."""
+def scatter_rows(x, order, target, out) -> None:
+    """Scatter fp32 x to the rows `order` (a permutation) of out, rounded; zeros where the target is negative."""
     (n, cols), block = out.shape, 2048
     if out.numel():
         blocks = triton.cdiv(cols, block)
-        launch(_logp_put, (n * blocks,), (x, order, target, out, cols, blocks), {"num_warps": 8}, BLOCK=block)
+        launch(_logp_scatter_rows, (n * blocks,), (x, order, target, out, cols, blocks), {"num_warps": 8}, BLOCK=block)
 
 
 @triton.jit
@@ -114,15 +123,15 @@ def _logp_transform(Z, BIAS, cols, sz, cap, scale, BLOCK: tl.constexpr):
     tl.store(z, x, mask=j < cols)
 
 
-def transform(z: torch.Tensor, how) -> None:
-    """z <- the logits of these products, before temperature."""
+def apply_transform(z: torch.Tensor, transform) -> None:
+    """Convert products z to logits before temperature, in place."""
     cols = z.shape[1]
-    if z.numel() and any(v is not None for v in (how.bias, how.soft_cap, how.logit_scale)):
-        for part in z.split(65535):  # what a grid's second axis holds
+    if z.numel() and any(v is not None for v in (transform.bias, transform.soft_cap, transform.logit_scale)):
+        for part in z.split(65535):  # maximum of a grid's second dimension
             launch(
                 _logp_transform,
                 (triton.cdiv(cols, 1024), len(part)),
-                (part, how.bias, cols, z.stride(0), how.soft_cap, how.logit_scale),
+                (part, transform.bias, cols, z.stride(0), transform.soft_cap, transform.logit_scale),
                 {"num_warps": 4},
                 BLOCK=1024,
             )
@@ -163,12 +172,12 @@ def _logp_statistics(
     finite = (m > -INF) & (m < INF)
     d = tl.where(finite[:, None], z - m[:, None], -INF)
     e = _exp(d)
-    at = r * sm + t
-    tl.store(M + at, m, mask=row_ok)
-    tl.store(Q + at, tl.sum(fixed(e), axis=1), mask=row_ok)
+    tile_index = r * sm + t
+    tl.store(M + tile_index, m, mask=row_ok)
+    tl.store(Q + tile_index, tl.sum(to_fixed_point(e), axis=1), mask=row_ok)
     if U is not None:
-        tl.store(U + at, tl.sum(fixed(tl.where(e > 0, e * -d, 0.0)), axis=1), mask=row_ok)
-    if TARGET is not None:  # of the rows whose target is in this tile
+        tl.store(U + tile_index, tl.sum(to_fixed_point(tl.where(e > 0, e * -d, 0.0)), axis=1), mask=row_ok)
+    if TARGET is not None:  # rows whose target is in this tile
         c = tl.load(TARGET + r, mask=row_ok, other=-1) - first
         here = (c >= t * TILE) & (c < t * TILE + TILE) & (c < cols)
         x = tl.load(Z + r * sz + c, mask=here, other=0.0).to(tl.float32)
@@ -177,9 +186,8 @@ def _logp_statistics(
         tl.store(ZT + r, z, mask=here)
 
 
-def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> None:
-    """m, q, u [n, tiles] <- statistics of the tiles of products z [n, C]; column 0 is id `first`, a tile's border.
-    z_target[r] <- the logit of target[r] where it is among them."""
+def statistics(z, transform, temperature, target, first: int, m, q, u, z_target) -> None:
+    """Compute tile statistics of products z; see reference.py."""
     rows, cols = z.shape
     if not z.numel():
         return
@@ -189,7 +197,7 @@ def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> No
         (m.shape[1] * triton.cdiv(rows, r),),
         (
             z,
-            how.bias,
+            transform.bias,
             temperature,
             target,
             m,
@@ -202,8 +210,8 @@ def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> No
             m.shape[1],
             z.stride(0),
             m.stride(0),
-            how.soft_cap,
-            how.logit_scale,
+            transform.soft_cap,
+            transform.logit_scale,
         ),
         {"num_warps": warps},
         TILE=VOCAB_TILE,
@@ -213,7 +221,7 @@ def statistics(z, how, temperature, target, first: int, m, q, u, z_target) -> No
 
 @triton.jit
 def _top(M, tiles, BLOCK: tl.constexpr):
-    """The maximum of a row: of M [tiles]."""
+    """Return the maximum of a row from M [tiles]."""
     i = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -INF, tl.float32)
     for t in range(0, tiles, BLOCK):
@@ -223,14 +231,14 @@ def _top(M, tiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sums(M, Q, U, m, tiles, BLOCK: tl.constexpr):
-    """The integers s and u of a row with maximum m, from M, Q and U [tiles]; u is 0 without U."""
+    """Return the integers s and u of a row with maximum m from M, Q and U [tiles]; u is 0 without U."""
     i = tl.arange(0, BLOCK)
     s, u = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     for t in range(0, tiles, BLOCK):
         tm = tl.load(M + t + i, mask=t + i < tiles, other=-INF)
         q = tl.load(Q + t + i, mask=t + i < tiles, other=0).to(tl.float64)
         d = tm - m
-        live = d > -INF  # not so if d is NaN: then m is NaN or infinite, and so is the result
+        live = d > -INF  # False if d is NaN: then m is NaN or infinite, and so is the result
         w = _exp(tl.where(live, d, -INF)).to(tl.float64)
         s += tl.where(live, (w * q * 65536.0 + ROUND).to(tl.int64, bitcast=True) - ROUND_BITS, 0)
         if U is not None:
@@ -241,29 +249,31 @@ def _sums(M, Q, U, m, tiles, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n"])
-def _logp_join(M, Q, U, TOP, ZT, SUMS, n, tiles, GIVEN: tl.constexpr, BLOCK: tl.constexpr):
+def _logp_merge_tiles(M, Q, U, TOP, ZT, SUMS, n, tiles, GIVEN: tl.constexpr, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
-    at = r * tiles
+    row_start = r * tiles
     if GIVEN:
         m = tl.load(TOP + r)
     else:
-        m = _top(M + at, tiles, BLOCK)
+        m = _top(M + row_start, tiles, BLOCK)
         tl.store(TOP + r, m)
-    s, u = _sums(M + at, Q + at, None if U is None else U + at, m, tiles, BLOCK)
+    s, u = _sums(M + row_start, Q + row_start, None if U is None else U + row_start, m, tiles, BLOCK)
     tl.store(SUMS + r, s)
     tl.store(SUMS + n + r, u)
     if ZT is not None:
         tl.store(SUMS + 2 * n + r, tl.load(ZT + r).to(tl.int32, bitcast=True).to(tl.int64))
 
 
-def join(m, q, u, z_target, top: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows from their tiles: the maximum fp32 [n] (`top` if given), and int64 [3, n]: s, u and z_target's bits."""
+def merge_tiles(m, q, u, z_target, top: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the tile statistics of each row; see reference.py."""
     n, tiles = m.shape
     given = top is not None
     top = top if given else torch.empty(n, dtype=torch.float32, device=m.device)
     sums = torch.empty(3, n, dtype=torch.int64, device=m.device)
     if n:
-        launch(_logp_join, (n,), (m, q, u, top, z_target, sums, n, tiles), {"num_warps": 4}, GIVEN=given, BLOCK=1024)
+        launch(
+            _logp_merge_tiles, (n,), (m, q, u, top, z_target, sums, n, tiles), {"num_warps": 4}, GIVEN=given, BLOCK=1024
+        )
     return top, sums
 
 
@@ -284,7 +294,7 @@ def _logp_finish(TOP, SUMS, TARGET, LOGP, LSE, ENT, n, BLOCK: tl.constexpr):
 
 
 def finish(m, sums, target, entropy: bool):
-    """logp, lse and entropy (or None), fp32 [n]; logp and entropy are 0 where the target is negative."""
+    """Return logp, lse and entropy (or None), fp32 [n]; logp and entropy are 0 where the target is negative."""
     n = len(target)
     logp, lse, ent = (
         torch.empty(n, dtype=torch.float32, device=m.device) if wanted else None for wanted in (True, True, entropy)
@@ -295,7 +305,7 @@ def finish(m, sums, target, entropy: bool):
 
 
 @triton.jit
-def _spread(Z, TEMPERATURE, TOP, SUMS, OUT, cols, width, sz, BLOCK: tl.constexpr):
+def _all_logp(Z, TEMPERATURE, TOP, SUMS, OUT, cols, width, sz, BLOCK: tl.constexpr):
     r = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(Z + r * sz + j, mask=j < cols, other=-INF).to(tl.float32)
@@ -304,12 +314,12 @@ def _spread(Z, TEMPERATURE, TOP, SUMS, OUT, cols, width, sz, BLOCK: tl.constexpr
     tl.store(OUT + r * width + j, tl.where(j < cols, logp, -INF), mask=j < width)
 
 
-def spread(z, temperature, m, sums, out) -> None:
-    """out [n, width] <- the logprob of every id of logits z [n, C]; -inf from C on."""
+def all_logp(z, temperature, m, sums, out) -> None:
+    """Compute out [n, width]: the logprob of every id of logits z [n, C]; -inf from C on."""
     (rows, width), cols = out.shape, z.shape[1]
     if rows:
         launch(
-            _spread,
+            _all_logp,
             (triton.cdiv(width, 2048), rows),
             (z, temperature, m, sums, out, cols, width, z.stride(0)),
             {"num_warps": 8},
@@ -318,7 +328,7 @@ def spread(z, temperature, m, sums, out) -> None:
 
 
 @triton.jit
-def _logp_pick(Z, TEMPERATURE, IDS, M, Q, OUT, k, cols, tiles, sz, BLOCK: tl.constexpr, PICKS: tl.constexpr):
+def _selected_logp(Z, TEMPERATURE, IDS, M, Q, OUT, k, cols, tiles, sz, BLOCK: tl.constexpr, PICKS: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     m = _top(M + r * tiles, tiles, BLOCK)
     s, _u = _sums(M + r * tiles, Q + r * tiles, None, m, tiles, BLOCK)
@@ -332,13 +342,15 @@ def _logp_pick(Z, TEMPERATURE, IDS, M, Q, OUT, k, cols, tiles, sz, BLOCK: tl.con
         tl.store(OUT + r * k + i, (z.to(tl.float64) - lse).to(tl.float32), mask=i < k)
 
 
-def pick(z, temperature, ids, m, q, out) -> None:
-    """out [n, k] <- the logprobs of ids [n, k] under logits z [n, C], whose tiles have the statistics m and q; NaN for
-    an id outside [0, C)."""
+def selected_logp(z, temperature, ids, m, q, out) -> None:
+    """Compute out [n, k]: logprobs of ids [n, k] under logits z [n, C] with tile statistics m and q.
+
+    An id outside [0, C) gives NaN.
+    """
     if out.numel():
         n, k = out.shape
         launch(
-            _logp_pick,
+            _selected_logp,
             (n,),
             (z, temperature, ids, m, q, out, k, z.shape[1], m.shape[1], z.stride(0)),
             {"num_warps": 8},
@@ -355,9 +367,7 @@ def _logp_gradient(
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = j < cols
     g, target = tl.load(GL + r), tl.load(TARGET + r)
-    x = tl.load(Z + r * sz + j, mask=ok & (target >= 0), other=0.0).to(
-        tl.float32
-    )  # in others nothing may have been written
+    x = tl.load(Z + r * sz + j, mask=ok & (target >= 0), other=0.0).to(tl.float32)  # other rows may be uninitialized
     b = None if BIAS is None else tl.load(BIAS + j, mask=ok, other=0.0)
     temperature = None if TEMPERATURE is None else tl.load(TEMPERATURE + r)
     z, capped = _logit(x, b, cap, scale, temperature)
@@ -377,9 +387,11 @@ def _logp_gradient(
     tl.store(DZ + r * sd + j, tl.where(target < 0, 0.0, d).to(DZ.dtype.element_ty), mask=ok)
 
 
-def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp, g_entropy) -> None:
-    """out [n, C] <- the gradient of the products z, column 0 the id `first`; 0 in rows whose target is negative.
-    `out` may be z."""
+def gradient(z, transform, first: int, out, temperature, target, lse, entropy, g_logp, g_entropy) -> None:
+    """Compute out [n, C]: the gradient of the products z; column 0 is the id `first`. `out` may be z.
+
+    Rows with a negative target get 0.
+    """
     rows, cols = z.shape
     if z.numel():
         launch(
@@ -387,7 +399,7 @@ def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp,
             (triton.cdiv(cols, 2048), rows),
             (
                 z,
-                how.bias,
+                transform.bias,
                 temperature,
                 target,
                 lse,
@@ -399,8 +411,8 @@ def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp,
                 first,
                 z.stride(0),
                 out.stride(0),
-                how.soft_cap,
-                how.logit_scale,
+                transform.soft_cap,
+                transform.logit_scale,
             ),
             {"num_warps": 8},
             BLOCK=2048,
@@ -408,5 +420,5 @@ def gradient(z, how, first: int, out, temperature, target, lse, entropy, g_logp,
 
 
 def gradient_type(dtype: torch.dtype) -> torch.dtype:
-    """In which the gradient of the logits enters the products: the model's, for the tensor core."""
+    """Return the dtype in which the logits' gradient enters the GEMMs: the model's, for the tensor core."""
     return dtype

@@ -1,4 +1,4 @@
-"""How the vocabulary is shared among ranks."""
+"""Sharding of the vocabulary over ranks, and the exchange of logits of tiles that span two shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INF = float("inf")
 
 @dataclass(frozen=True)
 class Shards:
-    """The rows [starts[r], starts[r] + sizes[r]) of the weight live on rank r; ids below `vocab_size` count."""
+    """Vocabulary shards: rank r holds ids [starts[r], starts[r] + sizes[r]); ids from `vocab_size` on are padding."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -24,15 +24,24 @@ class Shards:
 
     @staticmethod
     def describe(start: int, size: int, vocab_size: int | None) -> tuple[int, int, int | None]:
-        """One rank's part, checked alone."""
+        """Check one rank's shard in isolation; return (start, size, vocab_size)."""
         start = check_int("vocab_start", start, 0)
-        require(size > 0, "logits: this rank's vocabulary shard is empty")
+        require(size > 0, "logits: this rank's vocabulary shard must not be empty")
         return start, size, None if vocab_size is None else check_int("vocab_size", vocab_size, 1)
 
     @classmethod
     def agree(cls, tp: TP, op: str, checks: Callable) -> Shards:
-        """Collect what `checks` returns on each rank: `describe`'s part, the arguments that must be the same, by name, and the
-        rank's largest target, (id, where). Every rank raises the same InputError if they do not fit."""
+        """Check the arguments of all ranks together and return the shards.
+
+        Args:
+            tp: Ranks that share the vocabulary.
+            op: Name of the op in errors.
+            checks: Returns this rank's `describe`, a dict of arguments that must be equal on all ranks, and the largest
+                target with its index.
+
+        Raises:
+            InputError: the shards or arguments do not match; the same error on every rank.
+        """
         parts, metas, largest = zip(*tp.check(op, checks), strict=True)
         for name in ("vocab_size", *metas[0]):
             values = [p[2] for p in parts] if name == "vocab_size" else [meta[name] for meta in metas]
@@ -44,40 +53,40 @@ class Shards:
         for rank, (start, size, _) in enumerate(parts):
             require(
                 start == end,
-                f"vocab_start: the shards {'overlap' if start < end else 'leave a hole'} at id "
-                f"{min(start, end)}: rank {rank} starts at {start}, expected {end}",
+                f"vocab_start: shards must be contiguous, but {'overlap' if start < end else 'leave a gap'} at id "
+                f"{min(start, end)}: rank {rank} must start at {end}, got {start}",
             )
             end += size
         size = parts[0][2] if parts[0][2] is not None else end
-        require(size <= end, f"vocab_size: {size} exceeds the {end} rows of all shards")
+        require(size <= end, f"vocab_size: must be at most {end}, the rows of all shards, got {size}")
         for rank, (target, where) in enumerate(largest):
             require(
                 target < size,
-                f"target: id {target} at {where} is not in [0, {size})"
+                f"target: must be in [0, {size}), got {target} at {where}"
                 + (f" (on rank {rank} of the tensor-parallel group)" if tp.size > 1 else ""),
             )
         return cls(tuple(p[0] for p in parts), tuple(p[1] for p in parts), size)
 
     def columns(self, rank: int) -> int:
-        """How many of this rank's rows count."""
+        """Return the number of this rank's ids without padding."""
         return min(max(self.vocab_size - self.starts[rank], 0), self.sizes[rank])
 
     def lead(self, rank: int) -> int:
-        """Columns before this rank's first tile border; they belong to a tile that an earlier rank began."""
+        """Return the columns before this rank's first tile border; their tile starts on an earlier rank."""
         return min(-self.starts[rank] % VOCAB_TILE, self.columns(rank))
 
     def tail(self, rank: int) -> int:
-        """The column from which on this rank's columns belong to a tile that goes on on later ranks."""
+        """Return the first column of the tile that continues on later ranks (the number of columns if none does)."""
         columns = self.columns(rank)
         if rank + 1 == len(self.starts) or not self.lead(rank + 1):
             return columns
         return max(columns - (self.starts[rank] + columns) % VOCAB_TILE, self.lead(rank))
 
     def cut_tile(self, logits: Callable[[slice], torch.Tensor], tp: TP) -> torch.Tensor | None:
-        """The logits [n, <= 128] of the tile that begins on this rank and goes on on later ones, or None.
+        """Return the logits [n, <= 128] of the tile that starts on this rank and continues on later ones, or None.
 
-        Where a shard's border cuts a tile, the rank that holds the tile's first id takes the (at most 127) columns of
-        it that lie on later ranks; else nothing is sent. `logits(columns)` gives this rank's, fp32.
+        The rank with the first id of such a tile receives its (at most 127) columns on later ranks; nothing else is
+        sent. `logits(columns)` returns this rank's fp32 logits.
         """
         leads = [self.lead(r) for r in range(len(self.starts))]
         if not any(leads):

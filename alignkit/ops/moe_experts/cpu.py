@@ -1,4 +1,4 @@
-"""C++: a row at a time, the parts of its experts in the order of the tree."""
+"""Calls of the C++ kernels of `combine` and `weigh` (csrc/cpu/kernels.inl). reference.py documents the functions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,14 @@
-"""CUDA (csrc/sm90/experts): gate and up with their activation of rows that are gathered, of many an expert; chains or k-trees of
-rows that lie in the order of experts; the gradients of matrices; the order of experts itself, of many ids; and the sum over a
-row's experts. What it leaves to Triton gets the same bits."""
+"""CUDA backend (csrc/sm90/experts).
+
+- `pairs`: sort many ids by expert.
+- `gated`: gate and up GEMMs with fused activation, of gathered rows, for many rows per expert.
+- `products`: chains or k-trees of rows sorted by expert.
+- `gradients`: weight gradients.
+- `combine`: the sum over each row's experts.
+
+Triton computes everything else, to the same bits. each.py documents the GEMM functions. FEW, FEW_GATED and FEW_IDS
+affect speed alone; the other bounds are limits of the kernels.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +19,36 @@ import torch
 from ...contract.experts import ExpertTree
 from ...errors import BackendError
 from ...runtime import cuda
-from ...runtime.operands import Operand, copied
+from ...runtime.operands import Operand, tma_compatible
 from .problem import Grouped, Ids, Matrices, Pairs, Rows, on_device
 
 FEW_GATED = 64
-"""Up to so many rows an expert on average, gate and up are Triton's: tiles of 128 would be mostly empty."""
+"""schedule: average rows per expert up to which Triton computes gate and up; tiles of 128 would be mostly empty."""
 FEW = 16
-"""Up to so many, down's products are few.py's, whose tiles are of so many rows that a matrix is read as fast as it can be."""
+"""schedule: average rows per expert up to which few.py computes down, with a narrow tile at weight-read speed."""
 FEW_IDS = 2048
-"""Up to so many ids are compared with each other in one launch (ranked.py) sooner than they are counted in two."""
-MOST_EXPERTS = 1024
-"""Their tiles are counted in shared memory."""
+"""schedule: number of ids up to which comparing all in one launch (ranked.py) is faster than counting in two."""
+MAX_EXPERTS = 1024
+"""mirrors csrc/sm90/experts/experts.cuh:kMaxExperts: maximum experts per rank; grouped.py has a larger one."""
 BLOCK = 2048
-"""Ids whose pairs are counted together."""
-MOST_IDS = 16
-"""Of a row: those of its pairs that are added are in registers together."""
+"""mirrors csrc/sm90/experts/pairs.cu:kIdsPerCta: ids counted per CTA."""
+MAX_TOP_K = 16
+"""schedule: maximum ids per row of `combine`, which holds a row's pairs in registers (csrc/sm90/experts/combine.cu)."""
 MAP = 128
-"""Bytes of a matrix's map, by which the copy engine knows it."""
+"""hardware: bytes of a TMA descriptor (CUtensorMap)."""
 
 
-def pairs_refuses(p: Ids) -> str | None:
+def pairs_rejects(p: Ids) -> str | None:
+    """Return why `pairs` is not used for a problem, or None."""
     if p.count <= FEW_IDS:
-        return f"{p.count} ids, no more than {FEW_IDS}"
-    if p.experts > MOST_EXPERTS:
-        return f"there are more than {MOST_EXPERTS} experts"
-    return None if p.count < 2**31 else "2^31 ids or more"
+        return f"{p.count} ids: must be more than {FEW_IDS}"
+    if p.experts > MAX_EXPERTS:
+        return f"{p.experts} experts: must be at most {MAX_EXPERTS}"
+    return None if p.count < 2**31 else f"{p.count} ids: must be less than 2^31"
 
 
 def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
-    """As pairs.py's."""
+    """Return the pairs of ids [rows, k]; see pairs.py."""
     n, device = ids.numel(), ids.device
     row, choice = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
     place = torch.empty(ids.shape, dtype=torch.int64, device=device)
@@ -63,84 +72,90 @@ def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
     return Pairs(row, choice, place, offsets)
 
 
-def few(p: Grouped, most: int) -> str | None:
-    return f"{p.pairs} rows for {p.experts} experts, of more than {most} each" if p.pairs <= most * p.experts else None
+def too_few_rows(p: Grouped, rows: int) -> str | None:
+    """Return a reason if there are at most `rows` rows per expert on average, or None."""
+    return f"{p.pairs} rows for {p.experts} experts: must be over {rows} each" if p.pairs <= rows * p.experts else None
 
 
-def unfit(p: Grouped) -> str | None:
-    """Why none of the kernels of products is for this problem."""
+def unsupported(p: Grouped) -> str | None:
+    """Return why none of the GEMM kernels can compute a problem, or None."""
     if p.b is None:
         return "the experts' matrices differ in strides or alignment"
     if {p.a[2], p.b[2]} != {torch.bfloat16}:
-        return "operands other than bf16"
-    if p.experts > MOST_EXPERTS:
-        return f"there are more than {MOST_EXPERTS} experts"
+        return "operands must be bf16"
+    if p.experts > MAX_EXPERTS:
+        return f"{p.experts} experts: must be at most {MAX_EXPERTS}"
     if p.pairs >= 2**31:
-        return "2^31 rows or more"
-    if not (copied(p.a) and copied(p.b)):
-        return "strides or addresses that the copy engine does not take"
+        return f"{p.pairs} rows: must be less than 2^31"
+    if not (tma_compatible(p.a) and tma_compatible(p.b)):
+        return "strides or addresses that TMA does not support"
     return None
 
 
-def _stored(out: Operand) -> bool:
-    """Whether rows of it can be written 16 bytes at a time."""
-    return copied(out) and out[0][1] * out[2].itemsize % 16 == 0
+def _has_vector_rows(out: Operand) -> bool:
+    """Return whether rows can be written 16 bytes at a time."""
+    return tma_compatible(out) and out[0][1] * out[2].itemsize % 16 == 0
 
 
-def gated_refuses(p: Grouped) -> str | None:
+def gated_rejects(p: Grouped) -> str | None:
+    """Return why `gated` is not used for a problem, or None."""
     if not p.gathered:
-        return "rows that lie in the order of experts: it gathers them"
-    if (why := few(p, FEW_GATED) or unfit(p)) is not None:
+        return "rows must be gathered, not sorted by expert"
+    if (why := too_few_rows(p, FEW_GATED) or unsupported(p)) is not None:
         return why
-    if p.b[0][0] % 16:  # pyright: ignore[reportOptionalSubscript] - `unfit` asked
-        return "features that are no multiple of 8"
-    return None if p.out is None or p.out[1][0] == p.out[0][1] else "a result whose rows are apart"
+    if p.b[0][0] % 16:  # pyright: ignore[reportOptionalSubscript] - checked by `unsupported`
+        return "features must be a multiple of 8"
+    return None if p.out is None or p.out[1][0] == p.out[0][1] else "the result's rows must be contiguous"
 
 
-def products_unfit(p: Grouped) -> str | None:
+def products_unsupported(p: Grouped) -> str | None:
+    """Return why `products` cannot compute a problem, or None."""
     if p.gathered:
-        return "rows that are gathered: it takes those that lie in the order of experts"
+        return "rows must be sorted by expert, not gathered"
     if p.leaves not in (1, 2, 4, 8):
-        return f"{p.leaves} leaves: it computes chains, and trees of 2, 4 or 8"
+        return f"{p.leaves} leaves: must be 1, 2, 4 or 8"
     if p.leaves > 1 and p.a[0][1] % (16 * p.leaves):
-        return f"leaves of {p.a[0][1] // p.leaves} k, no multiple of 16"
-    return unfit(p)
+        return f"leaves of {p.a[0][1] // p.leaves} k: must be a multiple of 16"
+    return unsupported(p)
 
 
-def products_refuses(p: Grouped) -> str | None:
-    if (why := few(p, FEW) or products_unfit(p)) is not None:
+def products_rejects(p: Grouped) -> str | None:
+    """Return why `products` is not used for a problem, or None."""
+    if (why := too_few_rows(p, FEW) or products_unsupported(p)) is not None:
         return why
-    return None if p.out is not None and _stored(p.out) else "a result that cannot be written 16 bytes at a time"
+    return None if p.out is not None and _has_vector_rows(p.out) else "the result's rows must be 16-byte aligned"
 
 
-def gradients_refuses(p: Grouped) -> str | None:
-    if (why := unfit(p)) is not None:
+def gradients_rejects(p: Grouped) -> str | None:
+    """Return why `gradients` is not used for a problem, or None."""
+    if (why := unsupported(p)) is not None:
         return why
     if p.pairs == 0:
         return "no rows"
     if p.out is None or any(columns % 8 for columns in p.out[0][1:]):
-        return "a matrix that has not multiples of 8 rows and columns"
-    return None if p.out[3] else "a result that cannot be written 16 bytes at a time"
+        return "rows and columns of a matrix must be multiples of 8"
+    return None if p.out[3] else "the result must be 16-byte aligned"
 
 
 def _maps(b: Matrices, function: str) -> torch.Tensor:
+    """Return the TMA descriptors of all matrices on the GPU, encoded by `function` of the library."""
     (rows, k), pitch = b.shape, b[0].stride(0)
     addresses = tuple(w.data_ptr() for w in b.given)
 
-    def made() -> torch.Tensor:
+    def encode() -> torch.Tensor:
         maps = bytearray(MAP * len(addresses))
         buffer = (ctypes.c_char * len(maps)).from_buffer(maps)
-        make = getattr(cuda.library(), function)
+        encode_map = getattr(cuda.library(), function)
         for i, address in enumerate(addresses):
-            place = ctypes.byref(buffer, MAP * i)
-            cuda.check(make(place, ctypes.c_void_p(address), ctypes.c_int64(pitch), rows, k), function)
+            target = ctypes.byref(buffer, MAP * i)
+            cuda.check(encode_map(target, ctypes.c_void_p(address), ctypes.c_int64(pitch), rows, k), function)
         return torch.frombuffer(maps, dtype=torch.uint8)
 
-    return on_device(b[0].device, (function, rows, k, pitch, addresses), made)
+    return on_device(b[0].device, (function, rows, k, pitch, addresses), encode)
 
 
 def _matrices(b: Matrices, maps: str) -> tuple[torch.Tensor | None, ctypes.c_int64, torch.Tensor | None]:
-    """The first and its pitch, if they lie one behind the other; else maps of each, by the function `maps`."""
+    """Return (tensor, pitch, None) for contiguous matrices, or else (None, pitch, TMA descriptors by `maps`)."""
     pitch = b[0].stride(0)
     if isinstance(b.given, torch.Tensor) and b.given.stride(0) == b.shape[0] * pitch:
         return b.given, ctypes.c_int64(pitch), None
@@ -150,9 +165,9 @@ def _matrices(b: Matrices, maps: str) -> tuple[torch.Tensor | None, ctypes.c_int
 def gated(
     a: torch.Tensor, row: torch.Tensor | None, b: Matrices, offsets: torch.Tensor, h: torch.Tensor | None
 ) -> torch.Tensor:
-    """As each.py's, and the next two."""
+    """Compute gate and up with their activation; see each.py."""
     if row is None:
-        raise BackendError("moe_gated: rows that are not gathered are not for this kernel")
+        raise BackendError("moe_gated: this kernel supports gathered rows only")
     features, k = b.shape[0] // 2, a.shape[1]
     out = torch.empty(len(row), features, dtype=a.dtype, device=a.device)
     cuda.call(
@@ -183,9 +198,9 @@ def products(
     function: str = "alignkit_experts_down",
     maps: str = "alignkit_experts_down_map",
 ) -> None:
-    """By the library's `function`, for matrices that lie apart with `maps`."""
+    """Compute the GEMMs by `function` of the library; `maps` encodes the descriptors of separate matrices."""
     if row is not None:
-        raise BackendError("moe_products: rows that are gathered are not for this kernel")
+        raise BackendError("moe_products: this kernel supports rows sorted by expert only")
     cuda.call(
         function,
         a.device,
@@ -211,8 +226,9 @@ def gradients(
     offsets: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
+    """Compute weight gradients; see each.py."""
     if a_row is not None and b_row is not None:
-        raise BackendError("moe_gradients: two operands whose rows are gathered are not for this kernel")
+        raise BackendError("moe_gradients: this kernel supports one operand with gathered rows only")
     experts, n, k = out.shape
     cuda.call(
         "alignkit_experts_gradients",
@@ -232,13 +248,14 @@ def gradients(
     )
 
 
-def combine_refuses(p: Rows) -> str | None:
-    if p.top_k > MOST_IDS:
-        return f"{p.top_k} ids a row, of up to {MOST_IDS}"
+def combine_rejects(p: Rows) -> str | None:
+    """Return why `combine` is not used for a problem, or None."""
+    if p.top_k > MAX_TOP_K:
+        return f"{p.top_k} ids per row: must be at most {MAX_TOP_K}"
     if (p.y[2], p.out[2]) == (torch.float32, torch.bfloat16):
-        return "a sum of fp32 that is rounded"
-    if not all(_stored(t) and t[1][0] == t[0][1] for t in (p.y, p.out)):
-        return "rows that are apart, or no multiples of 16 bytes"
+        return "dtypes: fp32 to bf16 is not supported"
+    if not all(_has_vector_rows(t) and t[1][0] == t[0][1] for t in (p.y, p.out)):
+        return "rows must be contiguous and multiples of 16 bytes"
     return None
 
 
@@ -250,6 +267,7 @@ def combine(
     experts: int,
     out: torch.Tensor,
 ) -> None:
+    """Sum over each row's experts; see reference.py."""
     tree = ExpertTree.of(experts)
     cuda.call(
         "alignkit_experts_combine",

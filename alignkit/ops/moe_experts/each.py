@@ -1,4 +1,8 @@
-"""Expert by expert, by the products of linear layers. A GPU is waited for: the host needs to know how many rows each has."""
+"""Generic backend: expert by expert, through the GEMMs of linear layers.
+
+It synchronizes with a GPU, because the host needs the number of rows of each expert. grouped.py and cuda.py have the
+same functions and bits.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,10 @@ from .problem import Matrices
 
 
 def _experts(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Each with its pairs."""
+    """Return an iterator over (expert, slice of its pairs); synchronizes."""
     if not families.on_host(offsets.device) and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "moe_experts: not while a CUDA graph is captured, as the host must know the counts of rows"
+            "moe_experts: unsupported during CUDA graph capture with these operands: the host must read row counts"
         )
     return enumerate(slice(*both) for both in itertools.pairwise(offsets.tolist()))
 
@@ -29,8 +33,11 @@ def _rows(t: torch.Tensor, row: torch.Tensor | None, pairs: slice) -> torch.Tens
 def products(
     a: torch.Tensor, row: torch.Tensor | None, b: Matrices, offsets: torch.Tensor, leaves: int, out: torch.Tensor
 ) -> None:
-    """out [pairs, N] <- a [.., K] . b[e] [N, K]^T for the pairs from `offsets[e]` up to `offsets[e + 1]` of each expert e, rounded
-    to out's type. row: which of a's rows is each pair's; None: they are in the order of pairs."""
+    """Compute out [pairs, N] = a [.., K] . b[e] [N, K]^T for each expert e, rounded to out's dtype.
+
+    The pairs of expert e are `offsets[e]` to `offsets[e + 1]`. `row` holds the row of a for each pair; None if a is in
+    the order of pairs.
+    """
     for e, pairs in _experts(offsets):
         if pairs.start < pairs.stop:
             matmul(_rows(a, row, pairs), b[e], leaves=leaves, to=out[pairs])
@@ -39,8 +46,10 @@ def products(
 def gated(
     a: torch.Tensor, row: torch.Tensor | None, b: Matrices, offsets: torch.Tensor, h: torch.Tensor | None
 ) -> torch.Tensor:
-    """[pairs, F]: silu_mul of the halves of h [pairs, 2 F] <- `products` with matrices [2 F, K]. h: None if it is not asked
-    for."""
+    """Compute h [pairs, 2F] = `products` with matrices [2F, K]; return silu_mul of its halves, [pairs, F].
+
+    h receives gate and up if it is not None.
+    """
     if h is None:
         h = torch.empty(len(a) if row is None else len(row), b.shape[0], dtype=a.dtype, device=a.device)
     products(a, row, b, offsets, 1, h)
@@ -55,8 +64,10 @@ def gradients(
     offsets: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """out [experts, N, K] <- a [pairs, N]^T . b [pairs, K] over the pairs of each expert, rounded; 0 where it has none. The
-    rows of a and b as in `products`."""
+    """Compute out [experts, N, K] = a [pairs, N]^T . b [pairs, K] over each expert's pairs, rounded.
+
+    An expert without pairs gets 0. `a_row` and `b_row` are as `row` in `products`.
+    """
     for e, pairs in _experts(offsets):
         if pairs.start < pairs.stop:
             matmul(_rows(a, a_row, pairs).t(), _rows(b, b_row, pairs).t(), to=out[e])

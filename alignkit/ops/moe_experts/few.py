@@ -1,4 +1,7 @@
-"""CUDA: down's products of few rows an expert, as fast as its matrix can be read (csrc/sm90/experts/few.cu)."""
+"""CUDA backend: down GEMMs with few rows per expert, at weight-read speed (csrc/sm90/experts/skinny.cu).
+
+Same bits as every other kernel of `moe_products`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ from . import cuda
 from .problem import Grouped, Matrices
 
 
-def refuses(p: Grouped) -> str | None:
-    if cuda.few(p, cuda.FEW) is None:
-        return f"{p.pairs} rows for {p.experts} experts, of up to {cuda.FEW} each"
-    return cuda.products_unfit(p) if p.pairs else "no rows"
+def rejects(p: Grouped) -> str | None:
+    """Return why this kernel is not used for a problem, or None."""
+    if cuda.too_few_rows(p, cuda.FEW) is None:
+        return f"{p.pairs} rows for {p.experts} experts: must be at most {cuda.FEW} each"
+    return cuda.products_unsupported(p) if p.pairs else "no rows"
 
 
 def products(
     a: torch.Tensor, row: torch.Tensor | None, b: Matrices, offsets: torch.Tensor, leaves: int, out: torch.Tensor
 ) -> None:
-    """As each.py's."""
+    """Compute the GEMMs; see each.py."""
     cuda.products(a, row, b, offsets, leaves, out, "alignkit_experts_few_down", "alignkit_experts_few_map")

@@ -1,7 +1,10 @@
-"""Triton: the products of all experts in one launch, in the order of ../linear/triton.py, so of the same bits.
+"""Triton backend: grouped GEMMs of all experts in one launch, in the order and bits of ../linear/triton.py.
 
-How many rows an expert has is read on the device. There are programs for as many tiles of rows as there may be; those
-that find no rows end at once. Rows are read where they lie, whichever pair they are of.
+The kernels read the row counts on the device. The grid covers the maximum number of row tiles; programs without rows
+exit immediately. Rows are gathered from their original positions. each.py documents the functions.
+
+The order of k is the contract's. The number of steps (STEPS) must stay a run-time argument that is not specialized, or
+the compiler may fold the accumulator (../linear/triton.py). Tile sizes and launch options are free.
 """
 
 from __future__ import annotations
@@ -18,19 +21,19 @@ from ..linear.triton import sums
 from ..silu_mul.triton import silu_times
 from .problem import Grouped, Matrices
 
-MOST_EXPERTS = 4096
-"""Each program looks at the ends of all."""
-BAND = 8
-"""Tiles are taken in bands of so many rows of tiles, so that weights stay in L2."""
+MAX_EXPERTS = 4096
+"""schedule: maximum experts per rank; every program loads the offsets of all experts. cuda.py has a smaller one."""
+GROUP_SIZE_M = 8
+"""schedule: row tiles whose programs follow each other for each column of tiles, so that weights stay in L2."""
 
 
 @triton.jit
 def _expert(OFFSETS, t, E, BY_PAIR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of the t-th tile of rows: the expert, the first pair, and where the expert's pairs end, which is not behind the first if
-    there is no such tile.
+    """Return the t-th row tile's expert, its first pair, and the end of the expert's pairs.
 
-    Few pairs: tile t begins at pair t, if one begins there. Many: expert e, whose pairs begin at o, has the tiles from
-    o // BLOCK_M + e on, which are as many as it needs or one more.
+    A tile t without pairs returns first >= end. BY_PAIR (fewer pairs than tile slots): tile t starts at pair t, and has
+    no pairs unless that is a multiple of BLOCK_M after the expert's first pair. Otherwise the tiles of expert e, whose
+    pairs start at o, begin at index o // BLOCK_M + e: as many as it needs, or one more.
     """
     e = tl.arange(0, BLOCK_E)
     ends = tl.load(OFFSETS + 1 + e, mask=e < E, other=2**62)
@@ -47,17 +50,17 @@ def _expert(OFFSETS, t, E, BY_PAIR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M
 
 
 @triton.jit
-def _tile(slots, cols, GROUP: tl.constexpr):
-    """Which tile of rows, and which of columns."""
+def _tile(max_tiles, cols, GROUP_SIZE_M: tl.constexpr):
+    """Return the row tile and the column tile of this program, by groups of GROUP_SIZE_M row tiles."""
     pid = tl.program_id(0)
-    first = pid // (GROUP * cols) * GROUP
-    band = tl.minimum(slots - first, GROUP)
-    return first + pid % (GROUP * cols) % band, pid % (GROUP * cols) // band
+    first = pid // (GROUP_SIZE_M * cols) * GROUP_SIZE_M
+    group_size_m = tl.minimum(max_tiles - first, GROUP_SIZE_M)
+    return first + pid % (GROUP_SIZE_M * cols) % group_size_m, pid % (GROUP_SIZE_M * cols) // group_size_m
 
 
 @triton.jit
-def _rows(A, ROW, i, ok, sam):
-    """Where the rows of pairs i begin."""
+def _row_pointers(A, ROW, i, ok, sam):
+    """Return the pointers to the rows of A for pairs i; ROW holds their indices, None if A is in the order of pairs."""
     if ROW is not None:
         i = tl.load(ROW + i, mask=ok, other=0)
     return A + i * sam
@@ -65,7 +68,7 @@ def _rows(A, ROW, i, ok, sam):
 
 @triton.jit
 def _matrix(A, B, expert, sbe, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The expert's, of A's type: from B on, or at the address that B has for it."""
+    """Return the address of an expert's matrix, of A's dtype: stacked in B, or from the address table B."""
     if TABLE:
         b = tl.load(B + expert).to(tl.pointer_type(A.dtype.element_ty))
         if ALIGNED:
@@ -75,14 +78,14 @@ def _matrix(A, B, expert, sbe, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
     return b
 
 
-@triton.jit(do_not_specialize=["slots", "STEPS"])
+@triton.jit(do_not_specialize=["max_tiles", "STEPS"])
 def _products(
     A,
     ROW,
     B,
     C,
     OFFSETS,
-    slots,
+    max_tiles,
     E,
     N,
     K,
@@ -101,23 +104,23 @@ def _products(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
 ):
-    t, column = _tile(slots, tl.cdiv(N, BLOCK_N), GROUP)
+    t, column = _tile(max_tiles, tl.cdiv(N, BLOCK_N), GROUP_SIZE_M)
     expert, first, end = _expert(OFFSETS, t, E, BY_PAIR, BLOCK_E, BLOCK_M)
     if first >= end:
         return
     i = first + tl.arange(0, BLOCK_M)
     j = column.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_ok, n_ok = i < end, j < N
-    a = _rows(A, ROW, i, m_ok, sam)[:, None]
+    a = _row_pointers(A, ROW, i, m_ok, sam)[:, None]
     b = _matrix(A, B, expert, sbe, TABLE, ALIGNED) + j[None, :] * sbn
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = sums(a, b, acc, K, STEPS, sak, sbk, m_ok, n_ok, LEAVES, BLOCK_M, BLOCK_N, BLOCK_K)
     tl.store(C + i[:, None] * scm + j[None, :], acc.to(C.dtype.element_ty), mask=m_ok[:, None] & n_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["slots", "STEPS"])
+@triton.jit(do_not_specialize=["max_tiles", "STEPS"])
 def _gated(
     A,
     ROW,
@@ -125,7 +128,7 @@ def _gated(
     H,
     Y,
     OFFSETS,
-    slots,
+    max_tiles,
     E,
     F,
     K,
@@ -142,27 +145,30 @@ def _gated(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
 ):
-    """The tiles of gate and up that belong together, and Y from them; H, if it is not None, has both."""
-    t, column = _tile(slots, tl.cdiv(F, BLOCK_N), GROUP)
+    """Compute a tile of gate and the same tile of up; store silu(gate) * up to Y, and gate and up to H unless None.
+
+    The loop is that of `sums` with one leaf, for two accumulators: k ascending, each `tl.dot` continuing its chain.
+    """
+    t, column = _tile(max_tiles, tl.cdiv(F, BLOCK_N), GROUP_SIZE_M)
     expert, first, end = _expert(OFFSETS, t, E, BY_PAIR, BLOCK_E, BLOCK_M)
     if first >= end:
         return
     i = first + tl.arange(0, BLOCK_M)
     j = column.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_ok, n_ok = i < end, j < F
-    a = _rows(A, ROW, i, m_ok, sam)[:, None]
+    a = _row_pointers(A, ROW, i, m_ok, sam)[:, None]
     b = _matrix(A, B, expert, sbe, TABLE, ALIGNED)
     gate, up = b + j[None, :] * sbn, b + (F + j)[None, :] * sbn
     g_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     u_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for s in range(STEPS):
         ks = s * BLOCK_K + tl.arange(0, BLOCK_K)
-        at = tl.load(a + ks[None, :].to(tl.int64) * sak, mask=m_ok[:, None] & (ks < K)[None, :], other=0.0)
-        ok, down = (ks < K)[:, None] & n_ok[None, :], ks[:, None].to(tl.int64) * sbk
-        g_acc = tl.dot(at, tl.load(gate + down, mask=ok, other=0.0), g_acc, input_precision="ieee")
-        u_acc = tl.dot(at, tl.load(up + down, mask=ok, other=0.0), u_acc, input_precision="ieee")
+        a_tile = tl.load(a + ks[None, :].to(tl.int64) * sak, mask=m_ok[:, None] & (ks < K)[None, :], other=0.0)
+        ok, k_offset = (ks < K)[:, None] & n_ok[None, :], ks[:, None].to(tl.int64) * sbk
+        g_acc = tl.dot(a_tile, tl.load(gate + k_offset, mask=ok, other=0.0), g_acc, input_precision="ieee")
+        u_acc = tl.dot(a_tile, tl.load(up + k_offset, mask=ok, other=0.0), u_acc, input_precision="ieee")
     ok = m_ok[:, None] & n_ok[None, :]
     g, u = g_acc.to(Y.dtype.element_ty), u_acc.to(Y.dtype.element_ty)
     if H is not None:
@@ -190,10 +196,10 @@ def _gradients(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
 ):
-    """A chain over an expert's pairs, in steps from its first one on; behind its last are zeros."""
-    row, column = _tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), GROUP)
+    """Compute a tile of one expert's weight gradient: a chain over the expert's pairs, in order, then zeros."""
+    row, column = _tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), GROUP_SIZE_M)
     expert = tl.program_id(1).to(tl.int64)
     n = row.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = column.to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -203,13 +209,13 @@ def _gradients(
     for s in range(tl.cdiv((end - first).to(tl.int32), BLOCK_R)):
         i = first + s * BLOCK_R + tl.arange(0, BLOCK_R)
         ok = i < end
-        at = tl.load(
-            _rows(A, A_ROW, i, ok, sar)[None, :] + n[:, None] * san, mask=n_ok[:, None] & ok[None, :], other=0.0
+        a_tile = tl.load(
+            _row_pointers(A, A_ROW, i, ok, sar)[None, :] + n[:, None] * san, mask=n_ok[:, None] & ok[None, :], other=0.0
         )
-        bt = tl.load(
-            _rows(B, B_ROW, i, ok, sbr)[:, None] + k[None, :] * sbk, mask=ok[:, None] & k_ok[None, :], other=0.0
+        b_tile = tl.load(
+            _row_pointers(B, B_ROW, i, ok, sbr)[:, None] + k[None, :] * sbk, mask=ok[:, None] & k_ok[None, :], other=0.0
         )
-        acc = tl.dot(at, bt, acc, input_precision="ieee")
+        acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
     c = C + expert * N * K + n[:, None] * K + k[None, :]
     tl.store(c, acc.to(C.dtype.element_ty), mask=n_ok[:, None] & k_ok[None, :])
 
@@ -222,8 +228,8 @@ def _fp32(rows: float) -> dict:
     return _schedule(16 if rows <= 16 else 64, 64, 32, stages=2)
 
 
-def _of_products(rows: float, leaves: int) -> dict:
-    """By the rows that an expert has on average."""
+def _products_schedule(rows: float, leaves: int) -> dict:
+    """Return the schedule by the average number of rows per expert."""
     if rows <= 16:
         return _schedule(16, 64, 128)
     if rows <= 64:
@@ -231,34 +237,34 @@ def _of_products(rows: float, leaves: int) -> dict:
     return _schedule(128, 256, 64, warps=8, stages=3) if leaves == 1 else _schedule(64, 128, 64, warps=8)
 
 
-def _of_gated(rows: float) -> dict:
+def _gated_schedule(rows: float) -> dict:
     if rows <= 16:
         return _schedule(16, 32, 128)
     return _schedule(64, 64, 64) if rows <= 64 else _schedule(128, 128, 64, warps=8, stages=3)
 
 
 def _run(kernel, chosen: dict, pairs: int, tensors: tuple, b: Matrices, n: int, k: int, strides: tuple, **constants):
-    """`kernel` on all tiles of `pairs` rows and n columns."""
-    experts, across, step = len(b), chosen["BLOCK_M"], chosen["BLOCK_K"]
-    many = pairs // across + experts
-    slots = min(many, pairs)
-    (matrices, of_expert), (row, column) = b.memory(), b[0].stride()
+    """Launch `kernel` on all tiles of `pairs` rows and n columns."""
+    experts, block_m, block_k = len(b), chosen["BLOCK_M"], chosen["BLOCK_K"]
+    bound = pairs // block_m + experts
+    max_tiles = min(bound, pairs)
+    (matrices, expert_stride), (row, column) = b.memory(), b[0].stride()
     a, a_row, *rest = tensors
-    numbers = slots, experts, n, k, triton.cdiv(k, step), *a.stride(), of_expert, row, column, *strides
+    numbers = max_tiles, experts, n, k, triton.cdiv(k, block_k), *a.stride(), expert_stride, row, column, *strides
     launch(
         kernel,
-        (slots * triton.cdiv(n, chosen["BLOCK_N"]),),
+        (max_tiles * triton.cdiv(n, chosen["BLOCK_N"]),),
         (a, a_row, matrices, *rest, *numbers),
         {"num_warps": chosen["num_warps"], "num_stages": chosen["num_stages"]},
         **constants,
         TABLE=not b.stacked,
         ALIGNED=not b.stacked and b[0].data_ptr() % 16 == 0,
-        BY_PAIR=pairs < many,
+        BY_PAIR=pairs < bound,
         BLOCK_E=next_power_of_2(experts),
-        BLOCK_M=across,
+        BLOCK_M=block_m,
         BLOCK_N=chosen["BLOCK_N"],
-        BLOCK_K=step,
-        GROUP=BAND,
+        BLOCK_K=block_k,
+        GROUP_SIZE_M=GROUP_SIZE_M,
     )
 
 
@@ -271,11 +277,11 @@ def products(
     out: torch.Tensor,
     **schedule,
 ) -> None:
-    """As each.py's. `schedule` overrides the choice, here and below; none changes a bit."""
+    """Compute the GEMMs; see each.py. `schedule` overrides items of the chosen schedule; no choice changes a bit."""
     (pairs, n), k = out.shape, a.shape[1]
     rows = pairs / len(b)
-    chosen = (_fp32(rows) if a.dtype == torch.float32 else _of_products(rows, leaves)) | schedule
-    if leaves > 1:  # a step of the loop stays inside a leaf, which is a multiple of 16
+    chosen = (_fp32(rows) if a.dtype == torch.float32 else _products_schedule(rows, leaves)) | schedule
+    if leaves > 1:  # steps must not cross leaves, whose lengths are multiples of 16
         chosen["BLOCK_K"] = math.gcd(chosen["BLOCK_K"], k // leaves)
     _run(_products, chosen, pairs, (a, row, out, offsets), b, n, k, (out.stride(0),), LEAVES=leaves)
 
@@ -287,7 +293,7 @@ def gated(
     out = torch.empty(pairs, f, dtype=a.dtype, device=a.device)
     if pairs:
         rows = pairs / len(b)
-        chosen = (_fp32(rows) if a.dtype == torch.float32 else _of_gated(rows)) | schedule
+        chosen = (_fp32(rows) if a.dtype == torch.float32 else _gated_schedule(rows)) | schedule
         _run(_gated, chosen, pairs, (a, row, h, out, offsets), b, f, a.shape[1], ())
     return out
 
@@ -302,8 +308,9 @@ def gradients(
     **schedule,
 ) -> None:
     experts, n, k = out.shape
-    few = a.dtype == torch.float32
-    chosen = (_schedule(64, 64, 32, stages=2) if few else _schedule(128, 128, 64, warps=8, stages=3)) | schedule
+    fp32 = a.dtype == torch.float32
+    chosen = (_schedule(64, 64, 32, stages=2) if fp32 else _schedule(128, 128, 64, warps=8, stages=3)) | schedule
+    # The output tile is [n, k], so BLOCK_M and BLOCK_N of the schedule cut n and k; BLOCK_K is the pairs per step.
     launch(
         _gradients,
         (triton.cdiv(n, chosen["BLOCK_M"]) * triton.cdiv(k, chosen["BLOCK_N"]), experts),
@@ -312,18 +319,18 @@ def gradients(
         BLOCK_N=chosen["BLOCK_M"],
         BLOCK_K=chosen["BLOCK_N"],
         BLOCK_R=chosen["BLOCK_K"],
-        GROUP=BAND,
+        GROUP_SIZE_M=GROUP_SIZE_M,
     )
 
 
-def refuses(p: Grouped) -> str | None:
-    """Why they are not for this problem; None: they are."""
+def rejects(p: Grouped) -> str | None:
+    """Return why these kernels are not used for a problem, or None."""
     if p.b is None:
         return "the experts' matrices differ in strides or alignment"
     if p.a[2] != p.b[2]:
-        return f"operands are {p.a[2]} and {p.b[2]}"
-    if p.experts > MOST_EXPERTS:
-        return f"there are more than {MOST_EXPERTS} experts"
+        return f"operands must have one dtype, got {p.a[2]} and {p.b[2]}"
+    if p.experts > MAX_EXPERTS:
+        return f"{p.experts} experts: must be at most {MAX_EXPERTS}"
     if p.out is not None and p.out[1][-1] != 1:
-        return "the result's columns are apart"
+        return "the result's rows must be contiguous"
     return None

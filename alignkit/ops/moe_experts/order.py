@@ -1,29 +1,32 @@
-"""The ways to compute experts, fastest first: which rows are whose, products by each expert's matrix, the first of them with its
-activation, those of the gradients of matrices, and what is done with rows."""
+"""Table of the kernels of the experts: for each op of `dispatch.OPS`, fastest first. The order affects speed alone.
+
+moe_pairs sorts rows by expert; moe_products, moe_gated (with activation) and moe_gradients are grouped GEMMs;
+moe_combine sums over a row's experts; moe_weigh is a fused step of the backward pass.
+"""
 
 from __future__ import annotations
 
-from ...runtime.dispatch import PLAIN, Kernel
+from ...runtime.dispatch import ONE_PER_BACKEND, Kernel
 from ...runtime.families import CUDA, NATIVE, REFERENCE, TRITON
 
 _PRODUCTS = (
-    Kernel("grouped", TRITON, "grouped", rule="refuses"),
+    Kernel("grouped", TRITON, "grouped", rule="rejects"),
     *(Kernel("each", backend, "each") for backend in (TRITON, NATIVE, REFERENCE)),
 )
 
 ORDER = {
     "moe_pairs": (
-        Kernel("many", CUDA, "cuda", rule="pairs_refuses"),
-        Kernel("triton", TRITON, "ranked", rule="refuses"),
+        Kernel("many", CUDA, "cuda", rule="pairs_rejects"),
+        Kernel("triton", TRITON, "ranked", rule="rejects"),
         *(Kernel("torch", backend, "pairs") for backend in (TRITON, NATIVE, REFERENCE)),
     ),
     "moe_products": (
-        Kernel("many", CUDA, "cuda", rule="products_refuses"),
-        Kernel("few", CUDA, "few", rule="refuses"),
+        Kernel("many", CUDA, "cuda", rule="products_rejects"),
+        Kernel("few", CUDA, "few", rule="rejects"),
         *_PRODUCTS,
     ),
-    "moe_gated": (Kernel("many", CUDA, "cuda", rule="gated_refuses"), *_PRODUCTS),
-    "moe_gradients": (Kernel("many", CUDA, "cuda", rule="gradients_refuses"), *_PRODUCTS),
-    "moe_combine": (Kernel("vectors", CUDA, "cuda", rule="combine_refuses"), *PLAIN),
-    "moe_weigh": PLAIN,
+    "moe_gated": (Kernel("many", CUDA, "cuda", rule="gated_rejects"), *_PRODUCTS),
+    "moe_gradients": (Kernel("many", CUDA, "cuda", rule="gradients_rejects"), *_PRODUCTS),
+    "moe_combine": (Kernel("vectors", CUDA, "cuda", rule="combine_rejects"), *ONE_PER_BACKEND),
+    "moe_weigh": ONE_PER_BACKEND,
 }

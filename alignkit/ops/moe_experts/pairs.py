@@ -1,4 +1,4 @@
-"""Pairs of rows and experts by torch, which nothing waits for."""
+"""torch backend: the sort of ids by expert, without synchronization. Other backends give the same `Pairs`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .problem import Pairs
 
 
 def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
-    """Of ids [rows, k], those of `experts` from `first` on."""
+    """Return the pairs of ids [rows, k] for the `experts` experts from id `first` on."""
     local = ids.reshape(-1).to(torch.int64) - first
     local = torch.where((local >= 0) & (local < experts), local, experts)
     in_order, choice = local.sort(stable=True)

@@ -1,4 +1,7 @@
-"""What is asked of those who compute experts: the pairs of a row and an expert, and products of them by each expert's matrix."""
+"""Data of the experts' kernels: (row, expert) pairs, the experts' matrices, and problem descriptions for selection.
+
+The kernels' rules read the fields of the descriptions; alignkit/explain.py fills them from words.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +12,32 @@ import torch
 
 from ...errors import UnsupportedError
 from ...runtime import families
-from ...runtime.operands import MOST, Operand, operand
+from ...runtime.operands import MAX_CACHED, Operand, operand
 
 
 class Pairs(NamedTuple):
-    """The pairs of a row and one of its experts, of the experts of this rank: those of an expert after those of the expert
-    before, and these in the order of rows.
+    """The (row, expert) pairs of this rank's experts, sorted by expert, then by row.
 
-    How many there are is known on the device, so nothing waits for it: what has a row for each pair may have more of them,
-    behind the last one's. Nothing is said of what these hold, and nothing that is asked for depends on it.
+    The number of pairs is known on the device alone. Tensors with an entry per pair may be longer; results do not
+    depend on the entries after the last pair.
     """
 
     row: torch.Tensor
-    """int64 [pairs or more]; a row that there is, behind the last too."""
+    """int64 [pairs or more]: the row of each pair; valid rows after the last pair too."""
     choice: torch.Tensor
-    """int64 [as many]: which of the ids, all of them counted through."""
+    """int64 [pairs or more]: index of each pair's id in the flattened ids."""
     place: torch.Tensor
-    """int64 [rows, k]: the pair of each id; -1: none of this rank."""
+    """int64 [rows, k]: the pair of each id; -1 for experts of other ranks."""
     offsets: torch.Tensor
-    """int64 [experts + 1]: an expert's first pair; at last, how many there are."""
+    """int64 [experts + 1]: the first pair of each expert; the last entry is the number of pairs."""
 
     def cut(self, count: int) -> Pairs:
-        """Without what lies behind the first `count`."""
+        """Return the first `count` pairs."""
         return self._replace(row=self.row[:count], choice=self.choice[:count])
 
 
 class Matrices:
-    """One matrix [N, K] for each expert, of one shape and type: a tensor of three dimensions, or a sequence."""
+    """One matrix [N, K] per expert, of one shape and dtype: a stacked tensor [E, N, K], or a sequence."""
 
     def __init__(self, given: torch.Tensor | Sequence[torch.Tensor]):
         self.given = given
@@ -49,49 +51,46 @@ class Matrices:
 
     @property
     def shape(self) -> torch.Size:
-        """Of each."""
+        """The shape [N, K] of each matrix."""
         return self.given[0].shape
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         return self.given[expert]
 
     def t(self) -> Matrices:
-        """Each transposed."""
+        """Return the transposed matrices (views)."""
         return Matrices(self.given.mT if isinstance(self.given, torch.Tensor) else [w.mT for w in self.given])
 
     def memory(self) -> tuple[torch.Tensor, int]:
-        """On a GPU: the first, and how many elements lie from one to the next; or of a sequence int64 [experts], their
-        addresses, and 0."""
+        """Return (stacked tensor, stride between experts), or (int64 [experts] address table on the GPU, 0)."""
         if isinstance(self.given, torch.Tensor):
             return self.given, self.given.stride(0)
         addresses = tuple(w.data_ptr() for w in self.given)
         return on_device(self.given[0].device, addresses, lambda: torch.tensor(addresses, dtype=torch.int64)), 0
 
     def operand(self) -> Operand | None:
-        """Of all of them, if they lie in memory alike: what a table of their addresses leaves open. Else None."""
+        """Return the common operand descriptor of all matrices, or None if they differ in strides or alignment."""
         if isinstance(self.given, torch.Tensor):
             first = operand(self.given[0])
-            apart = self.given.stride(0) * self.given.itemsize % 16 and len(self) > 1
-            return None if first is None else (*first[:3], first[3] and not apart)
-        seen = {operand(w) for w in self.given}
-        return seen.pop() if len(seen) == 1 else None
+            misaligned = self.given.stride(0) * self.given.itemsize % 16 and len(self) > 1
+            return None if first is None else (*first[:3], first[3] and not misaligned)
+        found = {operand(w) for w in self.given}
+        return found.pop() if len(found) == 1 else None
 
 
 _tables: dict[tuple, torch.Tensor] = {}
 _captured: list[torch.Tensor] = []
-"""Tables that a graph reads whenever it is replayed."""
+"""Tables used in CUDA graphs, kept alive because replays read them."""
 
 
 def on_device(device: torch.device, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `make` gives on the host, which `key` determines, on `device`; copied there once."""
+    """Return the tensor that `make` builds on the host, copied to `device` and cached under `key`."""
     capturing = not families.on_host(device) and torch.cuda.is_current_stream_capturing()
     found = _tables.get((device, key))
     if found is None:
         if capturing:
-            raise UnsupportedError(
-                "moe_experts: a sequence of matrices is first seen while a CUDA graph is captured; call it once before"
-            )
-        if len(_tables) >= MOST:
+            raise UnsupportedError("moe_experts: a sequence of matrices must be used once before a CUDA graph capture")
+        if len(_tables) >= MAX_CACHED:
             _tables.clear()
         found = _tables[device, key] = make().to(device)
     if capturing:
@@ -100,39 +99,42 @@ def on_device(device: torch.device, key: Hashable, make: Callable[[], torch.Tens
 
 
 class Ids(NamedTuple):
-    """Ids of which the pairs are to be put in the order of experts."""
+    """The problem of sorting ids by expert."""
 
     backend: str
-    """The fastest that may do it."""
+    """Fastest backend to consider."""
     count: int
     experts: int
 
 
 class Rows(NamedTuple):
-    """What rows get of their experts: out [rows, H] of y [pairs, H]."""
+    """The problem of summing over each row's experts: out [rows, H] from y [pairs, H]."""
 
     backend: str
-    """The fastest that may compute it."""
+    """Fastest backend to consider."""
     y: Operand
     out: Operand
     top_k: int
 
 
 class Grouped(NamedTuple):
-    """Products out [pairs, N] of rows of a [.., K], those of an expert by its matrix [N, K]; or, for the gradients of matrices
-    [N, K], products over each expert's rows of two such operands."""
+    """A grouped GEMM.
+
+    Either out [pairs, N]: rows of a [.., K] times the matrix [N, K] of each pair's expert. Or weight gradients, out
+    [experts, N, K]: two operands multiplied over the rows of each expert.
+    """
 
     backend: str
-    """The fastest that may compute it."""
+    """Fastest backend to consider."""
     device: int
     a: Operand
     b: Operand | None
-    """Of each matrix; None: they differ in strides or alignment. For gradients, the second operand."""
+    """Descriptor of each matrix, None if they differ in strides or alignment; for gradients, the second operand."""
     out: Operand | None
-    """For gradients [experts, N, K]. None: it is not asked for."""
+    """Descriptor of the result; None if it is not requested."""
     experts: int
     leaves: int
     pairs: int
-    """As many rows as there may be."""
+    """Maximum number of pairs."""
     gathered: bool
-    """Whether it is said of each pair which of a's rows is its own; else they lie in the order of pairs."""
+    """True if the rows of a are gathered by index; False if they are in the order of pairs."""

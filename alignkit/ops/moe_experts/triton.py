@@ -1,4 +1,8 @@
-"""Triton: a row's experts in the order of the tree, and what backward does with each pair."""
+"""Triton backend: the sum over a row's experts in tree order, and the fused step of the backward pass.
+
+The order of summation is the contract's (docs/contract.md, "Mixture of experts"); block sizes and num_warps are free.
+reference.py documents the functions.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,12 @@ from .._triton import next_power_of_2, tree_sum
 from ..silu_mul.triton import silu_gradients, silu_times
 
 NONE = tl.constexpr(2**30)
-"""A leaf behind all."""
+"""schedule: leaf index of absent ids, above all leaves."""
 
 
 @triton.jit
 def _leaf(Y, W, r, place, nth, j, ok, k, H, WEIGHTED: tl.constexpr):
-    """What the row's nth id has, weighted; never a negative zero, so that absent leaves change no bit."""
+    """Load the weighted pair of the row's nth id; never -0, so that adding absent leaves (0) changes no bit."""
     y = tl.load(Y + place * H + j, mask=ok, other=0.0).to(tl.float32)
     if WEIGHTED:
         y = tl.load(W + r * k + nth, mask=place >= 0, other=0.0) * y
@@ -26,7 +30,7 @@ def _leaf(Y, W, r, place, nth, j, ok, k, H, WEIGHTED: tl.constexpr):
 
 @triton.jit
 def _nth(order, value, n):
-    """The value of the entry that is the nth in order."""
+    """Return the value at the nth position of the order."""
     return tl.sum(tl.where(order == n, value, 0), axis=0)
 
 
@@ -46,41 +50,41 @@ def _combine(
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """A sum waits at the level where it is the left one of two, until the right one is whole."""
+    """Sum a row's pairs in tree order; `waiting` holds, per level, a left subtree whose right sibling is incomplete."""
     r = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     i = tl.arange(0, BLOCK_K)
     place = tl.load(PLACE + r * k + i, mask=i < k, other=-1)
     expert = tl.load(IDS + r * k + i, mask=i < k, other=0).to(tl.int32)
     leaf = tl.where(place >= 0, expert // run * width + expert % run, NONE)
-    key = leaf.to(tl.int64) * BLOCK_K + i  # no two are the same
+    key = leaf.to(tl.int64) * BLOCK_K + i  # unique
     order = tl.sum((key[None, :] < key[:, None]).to(tl.int32), axis=1)
     count = tl.sum((place >= 0).to(tl.int32), axis=0)
     zero = tl.zeros((BLOCK_H,), tl.float32)
     waiting = (zero,)
     for _ in tl.static_range(LEVELS - 1):
         waiting += (zero,)
-    held = 0  # bit l: a sum waits at level l
+    held = 0  # bit l is set if `waiting` holds a sum at level l
     acc = zero
     p = _nth(order, place, 0)
     following = _leaf(Y, W, r, p, _nth(order, i, 0), j, (j < H) & (count > 0), k, H, WEIGHTED)
     for n in range(count):
         acc = following
         more = n + 1 < count
-        p = _nth(order, place, n + 1)  # is on its way while this is added
+        p = _nth(order, place, n + 1)  # prefetched while the current pair is added
         following = _leaf(Y, W, r, p, _nth(order, i, n + 1), j, (j < H) & more, k, H, WEIGHTED)
-        apart = _nth(order, leaf, n) ^ tl.where(more, _nth(order, leaf, n + 1), NONE)
-        after = ()
+        differing = _nth(order, leaf, n) ^ tl.where(more, _nth(order, leaf, n + 1), NONE)
+        updated = ()
         for level in tl.static_range(LEVELS):
             one = waiting[level]
-            if (apart >> (level + 1) != 0) & (held >> level & 1 != 0):
+            if (differing >> (level + 1) != 0) & (held >> level & 1 != 0):
                 acc = one + acc
                 held = held ^ (1 << level)
-            if apart >> level == 1:
+            if differing >> level == 1:
                 one = acc
                 held = held | (1 << level)
-            after += (one,)
-        waiting = after
+            updated += (one,)
+        waiting = updated
     tl.store(OUT + r * H + j, acc.to(OUT.dtype.element_ty), mask=j < H)
 
 

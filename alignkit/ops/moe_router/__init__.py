@@ -1,4 +1,7 @@
-"""Which experts a token goes to, and with what weights. docs/contract.md, "Mixture of experts"."""
+"""MoE router: the choice of experts per token and their weights. docs/contract.md, "Mixture of experts".
+
+Public: `moe_router` (docs/api/ops.md). library.py calls `check` and `route`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 
 from ...runtime import dispatch
 from .._calls import differentiable_once, op
-from .._common import check_device, check_flag, check_int, check_number, check_tensor, looks, require, rows
+from .._common import as_rows, check_device, check_flag, check_int, check_number, check_tensor, checks_values, require
 from .problem import Routing
 
 SCORES = ("softmax", "sigmoid")
@@ -15,25 +18,26 @@ SCORES = ("softmax", "sigmoid")
 @differentiable_once("moe_router")
 class _Router(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, bias, how):
-        weights, ids = route(logits, bias, how)
+    def forward(ctx, logits, bias, routing):
+        weights, ids = route(logits, bias, routing)
         ctx.save_for_backward(logits, ids)
-        ctx.how = how
+        ctx.routing = routing
         ctx.mark_non_differentiable(ids)
         return weights, ids
 
     @staticmethod
     def backward(ctx, grad, _):
         logits, ids = ctx.saved_tensors
-        flat = rows(logits).contiguous(), rows(ids).contiguous(), rows(grad).contiguous()
-        dz = dispatch.select("moe_router", logits.device).backward(*flat, ctx.how)
+        flat = as_rows(logits).contiguous(), as_rows(ids).contiguous(), as_rows(grad).contiguous()
+        dz = dispatch.select("moe_router", logits.device).backward(*flat, ctx.routing)
         return dz.reshape(logits.shape), None, None
 
 
-def route(logits: torch.Tensor, bias: torch.Tensor | None, how: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and ids, [..., top_k], of checked arguments; forward only."""
     bias = None if bias is None else bias.detach().contiguous()
-    weights, ids = dispatch.select("moe_router", logits.device).forward(rows(logits).contiguous(), bias, how)
-    shape = (*logits.shape[:-1], how.top_k)
+    weights, ids = dispatch.select("moe_router", logits.device).forward(as_rows(logits).contiguous(), bias, routing)
+    shape = (*logits.shape[:-1], routing.top_k)
     return weights.reshape(shape), ids.reshape(shape)
 
 
@@ -49,32 +53,38 @@ def moe_router(
     top_groups: int = 1,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` best experts of each row, of equal ones those with the lower ids, and their weights.
+    """Choose the `top_k` best experts of each token and compute their weights.
+
+    Ties go to the lower id. A row's result depends on that row alone.
 
     Args:
-        logits: [..., n] fp32, of all n experts: ``linear(x, gate, out_dtype=torch.float32)``. A NaN makes its row's
-            weights NaN, and no other row's.
-        score: "softmax": the best are those with the greatest logits, and scores are the softmax. "sigmoid": scores
-            are the sigmoids of the logits, and the best are those with the greatest score, plus `bias`.
-        normalize: divide a row's scores by the sum of the chosen ones.
-        bias: fp32 [n] or None; added to sigmoid scores for the choice alone. It gets no gradient.
-        groups, top_groups: for sigmoid scores: the experts are `groups` equal runs of ids, of which the `top_groups`
-            best stay, by the sum of a group's two best.
-        scale: weights are multiplied by it at the end.
+        logits: fp32 [..., n] over all n experts: ``linear(x, gate, out_dtype=torch.float32)``. A NaN makes the weights
+            of its row NaN.
+        top_k: Experts per token, in [1, n], or at most the experts of `top_groups` groups.
+        score: "softmax": choose by logit; scores are the softmax over all experts. "sigmoid": scores are the sigmoids
+            of the logits; choose by score plus `bias`.
+        normalize: Divide a token's scores by the sum of the chosen ones.
+        bias: fp32 [n] or None; added to sigmoid scores for the choice alone. It receives no gradient.
+        groups: Number of equal groups of consecutive ids; divides n. More than 1 needs sigmoid scores.
+        top_groups: Groups to choose from, ranked by the sum of their two best values.
+        scale: Positive factor, applied to the weights at the end.
 
     Returns:
-        weights fp32 and ids int64, both [..., top_k], ids ascending. Weights are differentiable in logits.
+        The tuple (weights, ids): fp32 and int64, both [..., top_k], ids ascending. Weights are differentiable once in
+        logits.
 
     Raises:
-        InputError: an argument is outside the above.
+        InputError: an argument is outside of its documented range.
+        UnsupportedError: a torch mode or transform without real tensors is active; double backward.
+        BackendError: no backend for the device.
     """
-    how = check(logits, top_k, score, normalize, bias, groups, top_groups, scale)
-    return _Router.apply(logits, bias, how)
+    routing = check(logits, top_k, score, normalize, bias, groups, top_groups, scale)
+    return _Router.apply(logits, bias, routing)
 
 
 def check(logits, top_k, score, normalize, bias, groups, top_groups, scale) -> Routing:
-    """What is asked for; raises InputError unless `moe_router` takes these arguments."""
-    require(isinstance(score, str) and score in SCORES, f"score: {score!r} is none of {', '.join(SCORES)}")
+    """Check the arguments of `moe_router` and return its options; raise InputError if they are invalid."""
+    require(isinstance(score, str) and score in SCORES, f"score: must be one of {', '.join(SCORES)}, got {score!r}")
     normalize, scale = check_flag("normalize", normalize), check_number("scale", scale)
     check_tensor("logits", logits, dtypes=(torch.float32,))
     check_device("logits", logits)
@@ -82,15 +92,18 @@ def check(logits, top_k, score, normalize, bias, groups, top_groups, scale) -> R
     top_k, groups, top_groups = (
         check_int(name, value, 1) for name, value in (("top_k", top_k), ("groups", groups), ("top_groups", top_groups))
     )
-    require(sigmoid or groups == 1, "groups: are for sigmoid scores")
-    require(n % groups == 0, f"groups: {groups} do not divide {n} experts")
-    require(top_groups <= groups, f"top_groups: {top_groups} of {groups}")
+    require(sigmoid or groups == 1, f"groups: must be 1 unless score is 'sigmoid', got {groups}")
+    require(n % groups == 0, f"groups: must divide the {n} experts, got {groups}")
+    require(top_groups <= groups, f"top_groups: must be at most groups ({groups}), got {top_groups}")
     among = n // groups * top_groups
-    require(top_k <= among, f"top_k: {top_k} of {among} experts" + " in the best groups" * (groups > 1))
+    require(
+        top_k <= among,
+        f"top_k: must be at most {among}, the experts{' in the best groups' * (groups > 1)}, got {top_k}",
+    )
     if bias is not None:
-        require(sigmoid, "bias: is for sigmoid scores")
+        require(sigmoid, "bias: must be None unless score is 'sigmoid'")
         check_tensor("bias", bias, 1, (torch.float32,))
         require(tuple(bias.shape) == (n,), f"bias: expected shape ({n},), got {tuple(bias.shape)}")
         require(bias.device == logits.device, f"bias: device {bias.device} differs from logits' {logits.device}")
-        require(not looks(bias.device) or bool(bias.isfinite().all()), "bias: has NaN or infinite values")
+        require(not checks_values(bias.device) or bool(bias.isfinite().all()), "bias: values must be finite")
     return Routing(top_k, sigmoid, normalize, groups, top_groups, scale)

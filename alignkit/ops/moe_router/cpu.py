@@ -1,4 +1,4 @@
-"""C++: a row at a time."""
+"""Calls of the C++ router kernels (csrc/cpu/kernels.inl). reference.py documents the functions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from ...runtime import native
 
 
-def forward(z, bias, how) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = len(z), how.top_k
+def forward(z, bias, routing) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = len(z), routing.top_k
     weights, ids = (torch.empty(shape, dtype=dtype, device=z.device) for dtype in (torch.float32, torch.int64))
-    native.route(z, bias, how, weights, ids)
+    native.route(z, bias, routing, weights, ids)
     return weights, ids
 
 
-def backward(z, ids, grad, how) -> torch.Tensor:
+def backward(z, ids, grad, routing) -> torch.Tensor:
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    native.route_grad(z, ids, grad, how, dz)
+    native.route_grad(z, ids, grad, routing, dz)
     return dz

@@ -1,4 +1,4 @@
-"""What is asked of a router."""
+"""Checked options of the router, as its kernels read them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 
 class Routing(NamedTuple):
+    """Checked options of `moe_router`."""
+
     top_k: int
     sigmoid: bool
-    """The score of an expert is the sigmoid of its logit; else the softmax over all experts."""
+    """True for sigmoid scores, False for softmax scores."""
     normalize: bool
     groups: int
     top_groups: int

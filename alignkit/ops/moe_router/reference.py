@@ -1,4 +1,7 @@
-"""The choice of experts and their weights as the formulas, in torch. `exp` is the device family's."""
+"""Reference router in torch: `forward` and `backward` for CPUs, and `route` and `route_back` with any family's `exp`.
+
+Every operation is the contract's (docs/contract.md, "Mixture of experts").
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,25 @@ from .._experts import tree_over_experts
 from .problem import Routing
 
 LEAST = 1e-20
-"""Added to the sum of the chosen sigmoids."""
+"""contract: added to the sum of the chosen sigmoid scores."""
 
 
 def _best_first(values: torch.Tensor) -> torch.Tensor:
-    """Indices along the last dim: the greater value first, NaN above all, of equal ones the lower index."""
+    """Return indices along the last dim by descending value; NaN first, ties by ascending index."""
     return values.sort(dim=-1, descending=True, stable=True).indices
 
 
-def _chosen(values: torch.Tensor, how: Routing) -> torch.Tensor:
-    """Ids [N, top_k] of the best experts by `values` [N, n], ascending, of the best groups alone."""
+def _chosen(values: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Return the ids [N, top_k], ascending, of the best experts by `values` [N, n] within the best groups."""
     order = _best_first(values)
-    if how.groups > 1:
-        of_group = values.unflatten(1, (how.groups, -1))
-        best = of_group.gather(2, _best_first(of_group)[..., :2])
+    if routing.groups > 1:
+        grouped = values.unflatten(1, (routing.groups, -1))
+        best = grouped.gather(2, _best_first(grouped)[..., :2])
         best = best[..., 0] + best[..., 1] if best.shape[2] == 2 else best[..., 0]
-        stays = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _best_first(best)[:, : how.top_groups], True)
-        leaves = ~stays.gather(1, order // of_group.shape[2])
-        order = order.gather(1, leaves.to(torch.int8).sort(dim=1, stable=True).indices)
-    return order[:, : how.top_k].sort(dim=1).values
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _best_first(best)[:, : routing.top_groups], True)
+        dropped = ~kept.gather(1, order // grouped.shape[2])
+        order = order.gather(1, dropped.to(torch.int8).sort(dim=1, stable=True).indices)
+    return order[:, : routing.top_k].sort(dim=1).values
 
 
 def _scores(z: torch.Tensor, sigmoid: bool, exp) -> torch.Tensor:
@@ -37,52 +40,54 @@ def _scores(z: torch.Tensor, sigmoid: bool, exp) -> torch.Tensor:
     return exp(z - z.amax(dim=1, keepdim=True))
 
 
-def _weights(scores: torch.Tensor, ids: torch.Tensor, how: Routing) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of all experts [N, n], before the scale, and what scores were divided by, [N, 1] or None."""
-    if how.sigmoid and not how.normalize:
+def _weights(scores: torch.Tensor, ids: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the unscaled weights of all experts [N, n], and the normalizer [N, 1] or None."""
+    if routing.sigmoid and not routing.normalize:
         return scores, None
-    among = torch.zeros_like(scores).scatter_(1, ids, scores.gather(1, ids)) if how.normalize else scores
+    among = torch.zeros_like(scores).scatter_(1, ids, scores.gather(1, ids)) if routing.normalize else scores
     total = tree_over_experts(among)[:, None]
-    if how.sigmoid:
+    if routing.sigmoid:
         total = total + LEAST
     return scores / total, total
 
 
-def route(z: torch.Tensor, bias: torch.Tensor | None, how: Routing, exp) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = _scores(z, how.sigmoid, exp)
-    values = scores if how.sigmoid else z
-    ids = _chosen(values if bias is None else values + bias, how)
-    weights = _weights(scores, ids, how)[0].gather(1, ids)
-    return weights if how.scale == 1.0 else weights * how.scale, ids
+def route(z: torch.Tensor, bias: torch.Tensor | None, routing: Routing, exp) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and ids [N, top_k], with the given `exp`."""
+    scores = _scores(z, routing.sigmoid, exp)
+    values = scores if routing.sigmoid else z
+    ids = _chosen(values if bias is None else values + bias, routing)
+    weights = _weights(scores, ids, routing)[0].gather(1, ids)
+    return weights if routing.scale == 1.0 else weights * routing.scale, ids
 
 
-def route_back(z: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, how: Routing, exp) -> torch.Tensor:
-    scores = _scores(z, how.sigmoid, exp)
-    weights, total = _weights(scores, ids, how)
-    g = torch.zeros_like(z).scatter_(1, ids, grad if how.scale == 1.0 else grad * how.scale)
+def route_back(z: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, routing: Routing, exp) -> torch.Tensor:
+    """Return the gradient of the logits, with the given `exp`."""
+    scores = _scores(z, routing.sigmoid, exp)
+    weights, total = _weights(scores, ids, routing)
+    g = torch.zeros_like(z).scatter_(1, ids, grad if routing.scale == 1.0 else grad * routing.scale)
     chosen = torch.zeros_like(z, dtype=torch.bool).scatter_(1, ids, True)
     if total is not None:
         terms = torch.where(chosen, weights * g, 0.0)
         g = g - tree_over_experts(terms)[:, None]
-    if not how.sigmoid:
-        return torch.where(chosen, weights * g, 0.0) if how.normalize else weights * g
+    if not routing.sigmoid:
+        return torch.where(chosen, weights * g, 0.0) if routing.normalize else weights * g
     ds = g if total is None else g / total
     return torch.where(chosen, ds * scores * (1.0 - scores), 0.0)
 
 
 @in_torch
 def sigmoid(z: torch.Tensor) -> torch.Tensor:
-    """The scores of logits."""
+    """Return the sigmoid scores of logits."""
     return _scores(z, True, _exp)
 
 
 @in_torch
-def forward(z, bias, how) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights fp32 and ids int64, [N, top_k], of logits z [N, n]."""
-    return route(z, bias, how, _exp)
+def forward(z, bias, routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights (fp32) and ids (int64), [N, top_k], of logits z [N, n]."""
+    return route(z, bias, routing, _exp)
 
 
 @in_torch
-def backward(z, ids, grad, how) -> torch.Tensor:
-    """The gradient of the logits, from that of the weights."""
-    return route_back(z, ids, grad, how, _exp)
+def backward(z, ids, grad, routing) -> torch.Tensor:
+    """Return the gradient of the logits from the gradient of the weights."""
+    return route_back(z, ids, grad, routing, _exp)

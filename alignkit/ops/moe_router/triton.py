@@ -1,4 +1,7 @@
-"""Triton: a row at a time, its experts where the tree over experts has them."""
+"""Triton backend: one program per row, with experts at their leaf positions in the tree.
+
+The order of sums and ties is the contract's (docs/contract.md, "Mixture of experts"); num_warps is free.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from .._triton import exp, next_power_of_2, tree_sum
 from .reference import LEAST
 
 ABSENT = tl.constexpr(-(2**31))
-"""Below the key of every number."""
+"""hardware: key of absent leaves, below the keys of all numbers."""
 SUM = tl.constexpr(LEAST)
 
 
 @triton.jit
 def _key(v):
-    """int32 whose order is that of numbers: NaN above all, one zero."""
+    """Return an int32 with the order of the number v: NaN highest, -0 equal to +0."""
     bits = (v + 0.0).to(tl.int32, bitcast=True)
     return tl.where(v != v, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
 
 
 @triton.jit
 def _best(key, number, NONE: tl.constexpr):
-    """The lowest number of those with the greatest key."""
+    """Return the lowest number among those with the greatest key."""
     return tl.min(tl.where(key == tl.max(key, axis=0), number, NONE), axis=0)
 
 
@@ -40,14 +43,14 @@ def _scores(z, here, SIGMOID: tl.constexpr):
         scores = tl.div_rn(tl.full(z.shape, 1.0, tl.float32), 1.0 + exp(-z))
     else:
         unknown = tl.max((here & (z != z)).to(tl.int32), axis=0) > 0
-        most = tl.max(tl.where(here, z, float("-inf")), axis=0)
-        scores = exp(z - tl.where(unknown, float("nan"), most))
+        greatest = tl.max(tl.where(here, z, float("-inf")), axis=0)
+        scores = exp(z - tl.where(unknown, float("nan"), greatest))
     return tl.where(here, scores, 0.0)
 
 
 @triton.jit
 def _experts(n, run, width, BLOCK: tl.constexpr):
-    """The expert of each leaf, and whether it has one."""
+    """Return the expert of each leaf, and whether the leaf is present."""
     leaf = tl.arange(0, BLOCK)
     expert = leaf // width * run + leaf % width
     return expert, (leaf % width < run) & (expert < n)
@@ -55,7 +58,7 @@ def _experts(n, run, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _total(scores, chosen, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """What scores are divided by."""
+    """Return the normalizer of the scores."""
     total = _sum_over_experts(tl.where(chosen, scores, 0.0) if NORMALIZE else scores, BLOCK, LEVELS)
     return total + SUM if SIGMOID else total
 
@@ -91,7 +94,7 @@ def _route(
     key = tl.where(here, _key(value), ABSENT)
     if GROUPS > 1:
         group = tl.arange(0, BLOCK_G)
-        of_group = tl.full((BLOCK_G,), ABSENT, tl.int32)
+        group_key = tl.full((BLOCK_G,), ABSENT, tl.int32)
         for g in range(GROUPS):
             mine = tl.where(here & (expert // per == g), key, ABSENT)
             first = _best(mine, expert, BLOCK)
@@ -99,13 +102,13 @@ def _route(
             if per > 1:
                 second = _best(tl.where(expert == first, ABSENT, mine), expert, BLOCK)
                 total += tl.sum(tl.where(here & (expert == second), value, 0.0), axis=0)
-            of_group = tl.where(group == g, _key(total), of_group)
-        stays = here & (expert < 0)
+            group_key = tl.where(group == g, _key(total), group_key)
+        kept = here & (expert < 0)
         for _ in range(TOP_GROUPS):
-            first = _best(of_group, group, BLOCK_G)
-            of_group = tl.where(group == first, ABSENT, of_group)
-            stays = stays | (here & (expert // per == first))
-        key = tl.where(stays, key, ABSENT)
+            first = _best(group_key, group, BLOCK_G)
+            group_key = tl.where(group == first, ABSENT, group_key)
+            kept = kept | (here & (expert // per == first))
+        key = tl.where(kept, key, ABSENT)
     chosen = here & (expert < 0)
     for _ in range(TOP_K):
         first = _best(key, expert, BLOCK)
@@ -165,50 +168,50 @@ def _route_grad(
 
 
 def _shape(experts: int) -> tuple[tuple[int, int], dict, dict]:
-    """The runs of the tree over experts and their widths; and the constants, and options, of its number of leaves."""
+    """Return (run, width) of the tree over experts, and the kernel's constants and launch options."""
     tree = ExpertTree.of(experts)
     leaves = tree.groups * tree.width
     constants = {"BLOCK": leaves, "LEVELS": leaves.bit_length() - 1}
     return (tree.run, tree.width), constants, {"num_warps": max(1, min(leaves // 256, 16))}
 
 
-def forward(z, bias, how) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(z, bias, routing) -> tuple[torch.Tensor, torch.Tensor]:
     rows, n = z.shape
-    weights = torch.empty(rows, how.top_k, dtype=torch.float32, device=z.device)
-    ids = torch.empty(rows, how.top_k, dtype=torch.int64, device=z.device)
+    weights = torch.empty(rows, routing.top_k, dtype=torch.float32, device=z.device)
+    ids = torch.empty(rows, routing.top_k, dtype=torch.int64, device=z.device)
     if rows:
         tree, constants, options = _shape(n)
         launch(
             _route,
             (rows,),
-            (z, bias, weights, ids, n, *tree, how.scale, n // how.groups),
+            (z, bias, weights, ids, n, *tree, routing.scale, n // routing.groups),
             options,
-            GROUPS=how.groups,
-            TOP_GROUPS=how.top_groups,
-            TOP_K=how.top_k,
-            SIGMOID=how.sigmoid,
-            NORMALIZE=how.normalize,
-            SCALED=how.scale != 1.0,
+            GROUPS=routing.groups,
+            TOP_GROUPS=routing.top_groups,
+            TOP_K=routing.top_k,
+            SIGMOID=routing.sigmoid,
+            NORMALIZE=routing.normalize,
+            SCALED=routing.scale != 1.0,
             BLOCK=constants["BLOCK"],
-            BLOCK_G=next_power_of_2(how.groups),
+            BLOCK_G=next_power_of_2(routing.groups),
             LEVELS=constants["LEVELS"],
         )
     return weights, ids
 
 
-def backward(z, ids, grad, how) -> torch.Tensor:
+def backward(z, ids, grad, routing) -> torch.Tensor:
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if len(z):
         tree, constants, options = _shape(z.shape[1])
         launch(
             _route_grad,
             (len(z),),
-            (z, ids, grad, dz, z.shape[1], *tree, how.scale),
+            (z, ids, grad, dz, z.shape[1], *tree, routing.scale),
             options,
-            TOP_K=how.top_k,
-            SIGMOID=how.sigmoid,
-            NORMALIZE=how.normalize,
-            SCALED=how.scale != 1.0,
+            TOP_K=routing.top_k,
+            SIGMOID=routing.sigmoid,
+            NORMALIZE=routing.normalize,
+            SCALED=routing.scale != 1.0,
             **constants,
         )
     return dz

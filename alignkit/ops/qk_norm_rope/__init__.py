@@ -1,4 +1,7 @@
-"""Norms of queries and keys and their rotation in one op. docs/contract.md, "RoPE"."""
+"""RMSNorm of query and key heads followed by RoPE, fused. docs/contract.md, "RoPE".
+
+Public: `qk_norm_rope` (docs/api/ops.md).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ..rope import check as check_rope
 
 
 def _forward(q, k, q_weight, k_weight, eps: float, positions, table, zero_centered: bool, keep: bool):
-    """Queries and keys, and of each fp32 rstd, [T * H], which need not be there unless it is to `keep` them."""
+    """Return the new q and k, and fp32 rstd [T * H] of each; rstd may be None unless `keep`."""
     return dispatch.select("qk_norm_rope", q.device).forward(
         unit(q),
         unit(k),
@@ -27,7 +30,7 @@ def _forward(q, k, q_weight, k_weight, eps: float, positions, table, zero_center
 
 
 def forward(q, k, q_weight, k_weight, eps: float, positions, table, zero_centered: bool = False):
-    """`qk_norm_rope` of what has been checked, without gradients."""
+    """Compute `qk_norm_rope` from checked arguments, without gradients."""
     return _forward(q, k, q_weight, k_weight, eps, positions, table, zero_centered, False)[:2]
 
 
@@ -46,12 +49,12 @@ class _QKNormRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dy):
         q, k, q_weight, k_weight, positions, table, *rstd = ctx.saved_tensors
-        # Queries or keys that no gradient comes in of are as none of them.
-        given = [
+        # A result without an incoming gradient is replaced by an empty tensor.
+        inputs = [
             (x[:, :0], x[:, :0], r[:0]) if d is None else (unit(d), unit(x), r)
             for d, x, r in zip(dy, (q, k), rstd, strict=True)
         ]
-        (dyq, q, q_rstd), (dyk, k, k_rstd) = given
+        (dyq, q, q_rstd), (dyk, k, k_rstd) = inputs
         dq, dk, *dw = dispatch.select("qk_norm_rope", q.device).backward(
             dyq,
             dyk,
@@ -65,17 +68,17 @@ class _QKNormRope(torch.autograd.Function):
             table.contiguous(),
             ctx.zero_centered,
         )
-        found = dq, dk, *(rounded(d, q_weight.dtype) for d in dw)
-        return *(None if dy[i % 2] is None else d for i, d in enumerate(found)), None, None, None, None
+        grads = dq, dk, *(rounded(d, q_weight.dtype) for d in dw)
+        return *(None if dy[i % 2] is None else d for i, d in enumerate(grads)), None, None, None, None
 
 
 def check(q, k, q_weight, k_weight, eps: float, positions, table, rotary_dim: int | None = None) -> None:
-    """Raise InputError unless `qk_norm_rope` takes these arguments."""
+    """Raise InputError for invalid arguments of `qk_norm_rope`."""
     check_rope(q, positions, table, "q", rotary_dim)
     check_tensor("k", k, 3)
     check_like("k", k, "q", q)
-    require(k.shape[0] == q.shape[0], f"k: {k.shape[0]} tokens differ from q's {q.shape[0]}")
-    require(k.shape[2] == q.shape[2], f"k: head_dim {k.shape[2]} differs from q's {q.shape[2]}")
+    require(k.shape[0] == q.shape[0], f"k: number of tokens must equal q's {q.shape[0]}, got {k.shape[0]}")
+    require(k.shape[2] == q.shape[2], f"k: head_dim must equal q's {q.shape[2]}, got {k.shape[2]}")
     check_norm(q, q_weight, eps, name="q", weight_name="q_weight")
     check_norm(k, k_weight, eps, name="k", weight_name="k_weight")
 
@@ -93,25 +96,31 @@ def qk_norm_rope(
     rotary_dim: int | None = None,
     zero_centered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rope(rms_norm(x, weight, eps), positions, table)`` of queries and keys, to the bit; on a GPU in one launch.
+    """Compute ``rope(rms_norm(x, weight, eps), positions, table)`` for queries and keys, with the same bits.
+
+    A GPU computes it in one launch.
 
     Args:
-        q: [T, Hq, D], fp32 or bf16. On a GPU, queries and keys within a joint tensor are not copied.
-        k: [T, Hkv, D], q's type.
-        q_weight, k_weight: [D], q's type; of the norms over each head.
+        q: [T, Hq, D], fp32 or bf16, D even. A GPU reads q and k in place if D has unit stride, for example as views of
+            a fused QKV projection; other layouts are copied.
+        k: [T, Hkv, D], q's dtype and device.
+        q_weight: [D], q's dtype; the weight of the norm over each query head.
+        k_weight: [D], q's dtype; the weight of the norm over each key head.
         eps: added to the mean of squares; positive.
-        positions: int64 [T], in [0, max_position).
-        table: fp32 [max_position, D] of `rope_table`, or [max_position, rotary_dim].
-        rotary_dim: how many of a head's dimensions, from the first on, are rotated. None: all.
-        zero_centered: the weights are the scales minus one; 1 is added in fp32.
+        positions: int64 [T] on q's device, in [0, max_position).
+        table: fp32 [max_position, D] from `rope_table`, or [max_position, rotary_dim].
+        rotary_dim: number of leading head dimensions to rotate, even; None: all.
+        zero_centered: the weights are stored minus one; 1 is added in fp32.
 
     Returns:
-        [T, Hq, D] and [T, Hkv, D], q's type. Differentiable in q, k and the weights: the bits are those of `rope`'s and
-        `rms_norm`'s gradients.
+        The pair of [T, Hq, D] and [T, Hkv, D], q's dtype. Differentiable once in q, k and the weights; the gradients
+        have the bits of `rope`'s and `rms_norm`'s gradients.
 
     Raises:
-        InputError: shapes, types or devices do not fit, or a position is outside the table. A GPU is not waited for to
-            find the latter, unless ``ALIGNKIT_STRICT=1``: what is rotated of such a token is NaN.
+        InputError: a shape, dtype or device is invalid, or a position is outside the table. On a GPU positions are
+            checked only under ``ALIGNKIT_STRICT=1``, because reading them synchronizes; unchecked, the rotated
+            dimensions of such a token are NaN.
+        UnsupportedError: a gradient is differentiated again.
     """
     check(q, k, q_weight, k_weight, eps, positions, table, rotary_dim)
     zero_centered = check_flag("zero_centered", zero_centered)

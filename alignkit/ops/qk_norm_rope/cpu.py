@@ -1,9 +1,9 @@
-"""C++: the kernels of RMSNorm and of rope, one after the other."""
+"""C++ qk_norm_rope: the rms_norm kernel, then the rope kernel (no kernel of its own)."""
 
 from __future__ import annotations
 
 from ..rms_norm import cpu as norm
 from ..rope import cpu as rotation
-from .separate import one_after_the_other
+from .separate import compose
 
-forward, backward = one_after_the_other(norm, rotation)
+forward, backward = compose(norm, rotation)

@@ -1,9 +1,9 @@
-"""The references of RMSNorm and of rope, one after the other."""
+"""Reference qk_norm_rope: the RMSNorm reference, then the rope reference."""
 
 from __future__ import annotations
 
 from ..rms_norm import reference as norm
 from ..rope import reference as rotation
-from .separate import one_after_the_other
+from .separate import compose
 
-forward, backward = one_after_the_other(norm, rotation)
+forward, backward = compose(norm, rotation)

@@ -1,10 +1,10 @@
-"""The norms and the rotation one after the other, for the backends of the CPU, which have a kernel for each."""
+"""qk_norm_rope by separate norm and rope kernels, for the backends `cpu` and `reference`."""
 
 from __future__ import annotations
 
 
-def one_after_the_other(norm, rotation):
-    """The backend's `forward` and `backward` from its files of rms_norm and of rope."""
+def compose(norm, rotation):
+    """Return `forward` and `backward` of a backend, given its rms_norm and rope modules."""
 
     def forward(
         q, k, q_weight, k_weight, eps: float, positions, table, zero_centered: bool = False, keep: bool = False

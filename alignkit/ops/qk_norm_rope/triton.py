@@ -1,5 +1,9 @@
-"""Triton: queries and keys in one launch, a row per token and head. A row is normalised and rotated as `rms_norm` and
-`rope` do it, and rounded between them as theirs is in memory; so are its gradients, backwards."""
+"""Triton qk_norm_rope: queries and keys in one launch, one row per token and head.
+
+Each row is computed as by `rms_norm` and then `rope`, including the rounding of the intermediate result to the model
+type. The gradients are computed as by the two backward passes, rounded between them likewise.
+The arithmetic is that of ../rms_norm/triton.py and ../rope/triton.py; ELEMENTS, TREE_LEVELS and num_warps are free.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,19 @@ from .._triton import next_power_of_2, tree_sum
 from ..rms_norm.triton import DW_ROWS, _gradients, _rstd, _scale
 from ..rope.triton import _angles
 
-ELEMENTS = 2048
-"""Of a block of rows, at least."""
+ELEMENTS = 2048  # schedule: minimum elements per CTA, padding included
 
 
 @triton.jit
 def _normed(X, W, T, rstd, ok, j, H: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """Elements j of rows, of H, as they are rounded to T."""
+    """Return the normalized elements j of rows of H elements, rounded to T."""
     x = tl.load(X + j[None, :], mask=ok[:, None] & (j < H)[None, :], other=0.0).to(tl.float32)
     return (x * rstd[:, None] * _scale(W, j, H, ZERO_CENTERED)[None, :]).to(T)
 
 
 @triton.jit
 def _squares(X, ok, j, H: tl.constexpr, LEVELS: tl.constexpr):
-    """The sum of squares of elements j of rows, of H."""
+    """Return the balanced-tree sum of squares of elements j of rows of H elements."""
     x = tl.load(X + j[None, :], mask=ok[:, None] & (j < H)[None, :], other=0.0).to(tl.float32)
     return tree_sum(x * x, LEVELS)
 
@@ -54,14 +57,15 @@ def _rows(
     R: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
+    """Normalize and rotate R rows."""
     T: tl.constexpr = Y.dtype.element_ty
     r = block.to(tl.int64) * R + tl.arange(0, R)
     t, ok = r // H, r < rows
     x, y = X + (t * sxt + (r % H) * sxh)[:, None], Y + r[:, None] * DIM
     j = tl.arange(0, PART)
-    here = ok[:, None] & (j < HALF)[None, :]
-    cos, sin = _angles(POS, TABLE, t, ok, here, j[None, :], positions, HALF)
-    if 2 * HALF == BLOCK:  # the tree's last sum is of the halves, which are at hand
+    mask = ok[:, None] & (j < HALF)[None, :]
+    cos, sin = _angles(POS, TABLE, t, ok, mask, j[None, :], positions, HALF)
+    if 2 * HALF == BLOCK:  # the last sum of the tree adds the two halves
         squares = _squares(x, ok, j, HALF, LEVELS - 1) + _squares(x + HALF, ok, j, HALF, LEVELS - 1)
     else:
         squares = _squares(x, ok, tl.arange(0, BLOCK), DIM, LEVELS)
@@ -70,9 +74,9 @@ def _rows(
         tl.store(RSTD + r, rstd, mask=ok)
     a = _normed(x, W, T, rstd, ok, j, HALF, ZERO_CENTERED).to(tl.float32)
     b = _normed(x + HALF, W + HALF, T, rstd, ok, j, HALF, ZERO_CENTERED).to(tl.float32)
-    tl.store(y + j[None, :], tl.fma(a, cos, -(b * sin)).to(T), mask=here)
-    tl.store(y + HALF + j[None, :], tl.fma(b, cos, a * sin).to(T), mask=here)
-    if DIM > 2 * HALF:  # what is not rotated of a head
+    tl.store(y + j[None, :], tl.fma(a, cos, -(b * sin)).to(T), mask=mask)
+    tl.store(y + HALF + j[None, :], tl.fma(b, cos, a * sin).to(T), mask=mask)
+    if DIM > 2 * HALF:  # dimensions that are not rotated
         i = tl.arange(0, REST)
         rest = _normed(x + 2 * HALF, W + 2 * HALF, T, rstd, ok, i, DIM - 2 * HALF, ZERO_CENTERED)
         tl.store(y + 2 * HALF + i[None, :], rest, mask=ok[:, None] & (i < DIM - 2 * HALF)[None, :])
@@ -109,7 +113,7 @@ def _qk_norm_rope(
     R: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    """The first programs are q's, the others k's."""
+    """Compute q in the first programs and k in the others."""
     block, queries = tl.program_id(0), tl.cdiv(q_rows, R)
     if block < queries:
         _rows(
@@ -134,7 +138,7 @@ def forward(
     zero_centered: bool = False,
     keep: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Queries and keys, and of each fp32 rstd, [T * H], if they are to be kept."""
+    """Return the new q and k, and fp32 rstd [T * H] of each if `keep`, else None."""
     (tokens, hq, dim), hk, rotary = q.shape, k.shape[1], table.shape[1]
     yq, yk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
     q_rstd, k_rstd = (q.new_empty(t.shape[0] * t.shape[1], dtype=torch.float32) if keep else None for t in (q, k))
@@ -150,7 +154,7 @@ def forward(
                 *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), eps),
             ),
             {"num_warps": max(1, min(16, r * block // 512))},
-            HQ=max(1, hq),  # without heads there are no rows, but the code that divides by their number
+            HQ=max(1, hq),  # the kernel divides by HQ and HK even if there are no heads
             HK=max(1, hk),
             DIM=dim,
             HALF=rotary // 2,
@@ -183,17 +187,17 @@ def _load(
     DIM: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Of rows r: what comes in, what each element was rotated with, cosines and sines, x and rstd."""
+    """Load dy, dy of the rotation partner of each element, cos, sin, x and rstd for rows r."""
     t, head = r // H, r % H
-    here, turned = ok[:, None] & (j < DIM)[None, :], ok[:, None] & (j < 2 * HALF)[None, :]
+    mask, rotated = ok[:, None] & (j < DIM)[None, :], ok[:, None] & (j < 2 * HALF)[None, :]
     dy = DY + (t * syt + head * syh)[:, None]
-    cos, sin = _angles(POS, TABLE, t, ok, turned, (j % HALF)[None, :], positions, HALF)
+    cos, sin = _angles(POS, TABLE, t, ok, rotated, (j % HALF)[None, :], positions, HALF)
     return (
-        tl.load(dy + j[None, :], mask=here, other=0.0),
-        tl.load(dy + ((j + HALF) % (2 * HALF))[None, :], mask=turned, other=0.0),
+        tl.load(dy + j[None, :], mask=mask, other=0.0),
+        tl.load(dy + ((j + HALF) % (2 * HALF))[None, :], mask=rotated, other=0.0),
         cos,
         sin,
-        tl.load(X + (t * sxt + head * sxh)[:, None] + j[None, :], mask=here, other=0.0),
+        tl.load(X + (t * sxt + head * sxh)[:, None] + j[None, :], mask=mask, other=0.0),
         tl.load(RSTD + r, mask=ok, other=0.0),
     )
 
@@ -224,32 +228,32 @@ def _rows_grad(
     R: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    """R chains of dweight, of ROWS rows each; a row's partner is the other element of a pair that is rotated."""
+    """Compute dx, and R chains of dweight over ROWS rows each."""
     T: tl.constexpr = DX.dtype.element_ty
     chain, chains = block.to(tl.int64) * R + tl.arange(0, R), tl.cdiv(rows, ROWS)
     j = tl.arange(0, BLOCK)
     w = _scale(W, j, DIM, ZERO_CENTERED)[None, :]
     dw = tl.zeros((R, BLOCK), tl.float32)
     r = chain * ROWS
-    there = r < rows
+    valid = r < rows
     dy, partner, cos, sin, x, rstd = _load(
-        DY, X, RSTD, POS, TABLE, r, there, j, positions, syt, syh, sxt, sxh, H, DIM, HALF
+        DY, X, RSTD, POS, TABLE, r, valid, j, positions, syt, syh, sxt, sxh, H, DIM, HALF
     )
     for i in range(ROWS):
-        a, b, s = dy.to(tl.float32), partner.to(tl.float32), -sin  # the inverse, as `rope` has it
+        a, b, s = dy.to(tl.float32), partner.to(tl.float32), -sin  # inverse rotation, as in `rope`
         first, second = tl.fma(a, cos, -(b * s)), tl.fma(a, cos, b * s)
-        turned = there[:, None] & (j < 2 * HALF)[None, :]
-        dn = tl.where(turned, tl.where((j < HALF)[None, :], first, second), a).to(T).to(tl.float32)
-        this_x, this_rstd, here = x.to(tl.float32), rstd[:, None], there[:, None] & (j < DIM)[None, :]
-        # The next rows are on their way while these are reduced.
-        there = (r + 1 < rows) & (i + 1 < ROWS)
+        rotated = valid[:, None] & (j < 2 * HALF)[None, :]
+        dn = tl.where(rotated, tl.where((j < HALF)[None, :], first, second), a).to(T).to(tl.float32)
+        this_x, this_rstd, mask = x.to(tl.float32), rstd[:, None], valid[:, None] & (j < DIM)[None, :]
+        # Prefetch the next rows while these are reduced.
+        valid = (r + 1 < rows) & (i + 1 < ROWS)
         dy, partner, cos, sin, x, rstd = _load(
-            DY, X, RSTD, POS, TABLE, r + 1, there, j, positions, syt, syh, sxt, sxh, H, DIM, HALF
+            DY, X, RSTD, POS, TABLE, r + 1, valid, j, positions, syt, syh, sxt, sxh, H, DIM, HALF
         )
         dx, dw = _gradients(dn, this_x, w, this_rstd, dw, DIM, LEVELS)
-        tl.store(DX + r[:, None] * DIM + j[None, :], dx.to(T), mask=here)
+        tl.store(DX + r[:, None] * DIM + j[None, :], dx.to(T), mask=mask)
         r += 1
-    # No sum is a negative zero: absent ones, which are zero, change no bit.
+    # + 0.0: no partial sum is -0, so zero-padding the tree changes no bit.
     tl.store(PART + chain[:, None] * DIM + j[None, :], dw + 0.0, mask=(chain < chains)[:, None] & (j < DIM)[None, :])
 
 
@@ -289,7 +293,7 @@ def _qk_norm_rope_grad(
     R: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    """The first programs are q's, the others k's; so are the chains in PART."""
+    """Compute the gradients of q in the first programs and of k in the others; PART holds the chains in that order."""
     chains = tl.cdiv(q_rows, ROWS)
     block, queries = tl.program_id(0), tl.cdiv(chains, R)
     if block < queries:
@@ -298,16 +302,16 @@ def _qk_norm_rope_grad(
             HQ, DIM, HALF, BLOCK, LEVELS, ROWS, R, ZERO_CENTERED,
         )  # fmt: skip
     else:
-        of_k = PART + chains.to(tl.int64) * DIM
+        k_part = PART + chains.to(tl.int64) * DIM
         _rows_grad(
-            DYK, K, WK, K_RSTD, DK, of_k, POS, TABLE, block - queries, k_rows, positions, sykt, sykh, skt, skh,
+            DYK, K, WK, K_RSTD, DK, k_part, POS, TABLE, block - queries, k_rows, positions, sykt, sykh, skt, skh,
             HK, DIM, HALF, BLOCK, LEVELS, ROWS, R, ZERO_CENTERED,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["q_parts", "k_parts"])
-def _join(PART, OUT, q_parts, k_parts, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """Sums of 2^LEVELS parts, by the balanced tree; q's come first, in both."""
+def _sum_partials(PART, OUT, q_parts, k_parts, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """Sum each 2^LEVELS consecutive rows of PART by the balanced tree; q's rows precede k's in PART and OUT."""
     block, queries = tl.program_id(1).to(tl.int64), tl.cdiv(q_parts, 2**LEVELS)
     first, end = block * 2**LEVELS, q_parts.to(tl.int64)
     if block >= queries:
@@ -317,8 +321,8 @@ def _join(PART, OUT, q_parts, k_parts, H: tl.constexpr, BLOCK: tl.constexpr, LEV
     tl.store(OUT + block * H + j, tree_sum(v, LEVELS), mask=j < H)
 
 
-JOINED = 6
-"""Levels of dweight's tree in a launch."""
+TREE_LEVELS = 6
+"""schedule: levels of the dweight tree per launch."""
 
 
 def backward(
@@ -334,7 +338,7 @@ def backward(
     table: torch.Tensor,
     zero_centered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq and dk, contiguous, and fp32 gradients of the weights."""
+    """Return contiguous dq and dk, and the fp32 gradients of the weights."""
     (tokens, hq, dim), hk, rotary = q.shape, k.shape[1], table.shape[1]
     dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
     block = next_power_of_2(dim)
@@ -362,18 +366,18 @@ def backward(
             ZERO_CENTERED=zero_centered,
         )
     while max(chains) > 1:
-        joined = [triton.cdiv(n, 2**JOINED) for n in chains]
-        out = parts.new_empty(sum(joined), dim)
+        counts = [triton.cdiv(n, 2**TREE_LEVELS) for n in chains]
+        out = parts.new_empty(sum(counts), dim)
         launch(
-            _join,
+            _sum_partials,
             (triton.cdiv(dim, 32), len(out)),
             (parts, out, *chains),
             {"num_warps": 4},
             H=dim,
             BLOCK=32,
-            LEVELS=JOINED,
+            LEVELS=TREE_LEVELS,
         )
-        parts, chains = out, joined
+        parts, chains = out, counts
     if 0 in chains:  # no rows
         parts = torch.cat([part if part.numel() else part.new_zeros(1, dim) for part in parts.split(chains)])
     return dq, dk, parts[0], parts[1]

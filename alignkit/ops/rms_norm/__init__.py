@@ -1,4 +1,7 @@
-"""RMSNorm, with and without a residual. docs/contract.md, "RMSNorm"."""
+"""RMSNorm, with and without a residual. docs/contract.md, "RMSNorm".
+
+Public: `rms_norm` (docs/api/ops.md).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from .problem import Norm
 
 
 def _kernel(op: str, x: torch.Tensor, *others: torch.Tensor) -> ModuleType:
-    backend = dispatch.name(x.device)
-    module = dispatch.sole(op, backend)
+    """Return the module that computes `op` for these operands."""
+    backend = dispatch.backend_of(x.device)
+    module = dispatch.static_kernel(op, backend)
     if module is not None:
         return module
     tensors = tuple(operand(t) for t in (x, *others))
@@ -24,7 +28,10 @@ def _kernel(op: str, x: torch.Tensor, *others: torch.Tensor) -> ModuleType:
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, residual, zero_centered: bool = False):
-    """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]; weight is contiguous."""
+    """Compute the forward pass for a contiguous weight.
+
+    Returns the normalized sum x + residual (x itself if residual is None) and y, both [..., H], and fp32 rstd [rows].
+    """
     if residual is None:
         return _kernel("rms_norm", x, weight).forward(x, weight, eps, None, zero_centered)
     return dispatch.select("add_rms_norm", x.device).forward(x, weight, eps, residual, zero_centered)
@@ -53,19 +60,21 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def check(x, weight, eps: float, residual=None, name: str = "x", weight_name: str = "weight") -> None:
-    """Raise InputError unless `rms_norm` takes these arguments; the names are what the caller calls x and weight."""
+    """Raise InputError for invalid arguments of `rms_norm`; `name` and weight_name: the caller's names in messages."""
     check_number("eps", eps)
     check_tensor(name, x)
     check_device(name, x)
     check_tensor(weight_name, weight, 1)
     check_like(weight_name, weight, name, x)
     if not weight.shape[0] == x.shape[-1] > 0:
-        raise InputError(f"{weight_name}: shape {tuple(weight.shape)} does not fit {name} of shape {tuple(x.shape)}")
+        raise InputError(
+            f"{weight_name}: shape must be ({x.shape[-1]},), {name}'s last dimension > 0, got {tuple(weight.shape)}"
+        )
     if residual is not None:
         check_tensor("residual", residual)
         check_like("residual", residual, name, x)
         if residual.shape != x.shape:
-            raise InputError(f"residual: shape {tuple(residual.shape)} differs from {name}'s {tuple(x.shape)}")
+            raise InputError(f"residual: shape must equal {name}'s {tuple(x.shape)}, got {tuple(residual.shape)}")
 
 
 @op
@@ -77,21 +86,23 @@ def rms_norm(
     *,
     zero_centered: bool = False,
 ):
-    """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dim; fp32 inside, one rounding.
+    """Compute ``x * rsqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32 with one rounding.
 
     Args:
-        x: [..., H], fp32 or bf16. On a GPU, heads within a joint tensor (queries, keys, values) are not copied.
-        weight: [H], x's type.
+        x: [..., H], fp32 or bf16. A GPU reads views with H contiguous in place, such as the query heads of a fused QKV
+            projection, if the leading dimensions merge into at most two; other layouts are copied.
+        weight: [H], x's dtype and device.
         eps: added to the mean of squares; positive.
-        residual: None, or x's shape and type: ``x + residual`` is rounded to the model type first and normalised
-            from there.
-        zero_centered: `weight` is the scale minus one; 1 is added in fp32.
+        residual: None, or x's shape, dtype and device. ``x + residual`` is rounded to x's dtype, then normalized.
+        zero_centered: `weight` is stored minus one; 1 is added in fp32.
 
     Returns:
-        y [..., H]; with `residual`, (y, x + residual). Differentiable in x, weight and residual.
+        y [..., H], x's dtype; with `residual`, the pair (y, x + residual). Differentiable once in x, weight and
+        residual.
 
     Raises:
-        InputError: shapes, types or devices do not fit.
+        InputError: a shape, dtype or device is invalid, or eps is not a positive finite number.
+        UnsupportedError: a gradient is differentiated again.
     """
     check(x, weight, eps, residual)
     return _RMSNorm.apply(x, residual, weight, float(eps), check_flag("zero_centered", zero_centered))

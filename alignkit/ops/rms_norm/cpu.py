@@ -1,19 +1,19 @@
-"""C++: a row at a time; dw a chain over rows with columns in parallel."""
+"""Calls of the C++ RMSNorm kernels (csrc/cpu/kernels.inl); dweight is a chain over rows, vectorized over columns."""
 
 from __future__ import annotations
 
 import torch
 
 from ...runtime import native
-from .._common import rows
+from .._common import as_rows
 
 
 def forward(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, zero_centered: bool = False
 ):
-    """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
+    """Return the normalized sum x + residual (x if residual is None) and y, both [..., H], and fp32 rstd [rows]."""
     x = x if residual is None else native.add(x, residual)
-    flat = rows(x)
+    flat = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(flat.shape[0], dtype=torch.float32, device=x.device)
     native.rms_norm(flat, weight.float(), zero_centered, eps, y.view(flat.shape), rstd)
@@ -21,9 +21,9 @@ def forward(
 
 
 def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx + d_total [..., H] and dweight fp32 [H]; dy is contiguous."""
-    flat = rows(x).contiguous()
+    """Return dx + d_total [..., H] and fp32 dweight [H], for contiguous dy."""
+    flat = as_rows(x).contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
-    native.rms_norm_grad(rows(dy), flat, weight.float(), zero_centered, rstd, dx.view(flat.shape), dw)
+    native.rms_norm_grad(as_rows(dy), flat, weight.float(), zero_centered, rstd, dx.view(flat.shape), dw)
     return dx if d_total is None else native.add(dx, d_total), dw

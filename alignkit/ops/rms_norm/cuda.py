@@ -1,5 +1,8 @@
-"""CUDA: gradients of bf16 rows, and long rows without a residual, at the speed of memory
-(csrc/sm90/rms_norm/rms_norm.cu). Everything else is Triton's: the same bits."""
+"""CUDA RMSNorm (csrc/sm90/rms_norm/rms_norm.cu): bf16 backward, and forward of long rows without a residual.
+
+All other problems are computed by Triton, with the same bits. The names and order of the fields of ctypes structures
+must equal the library's, which is checked when this file is imported.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,24 @@ from ...runtime import cuda
 from . import triton
 from .problem import Norm
 
-NARROW, LONG, WIDE, ROWS = 32, 2048, 16384, 1 << 27
-"""Rows are longer than the first, forward than the second, no longer than the third; at most so many."""
-EVEN = 4096
-"""Forward, a length that Triton need not pad to a power of two, and copies as fast as memory."""
+MIN_BACKWARD = 32  # schedule: backward kernel: elements per row must exceed this
+MIN_FORWARD = 2048  # schedule: forward kernel: elements per row must exceed this
+MAX_COLUMNS = 16384  # mirrors csrc/sm90/rms_norm/rms_norm.cu:kMaxColumns
+MAX_ROWS = 1 << 27  # mirrors csrc/sm90/rms_norm/rms_norm.cu:kMaxRows
+TRITON_FORWARD = 4096
+"""schedule: a row length, a power of two, for which the forward pass in Triton already runs at memory bandwidth."""
 
 
 @cuda.mirrors("AlignkitNormRows")
 class _Rows(ctypes.Structure):
-    """AlignkitNormRows of csrc/sm90/rms_norm/rms_norm.cu."""
+    """Mirror of AlignkitNormRows in csrc/sm90/rms_norm/rms_norm.cu."""
 
     _fields_ = [("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
 
 
 @cuda.mirrors("AlignkitNorm")
 class _Norm(ctypes.Structure):
-    """AlignkitNorm of csrc/sm90/rms_norm/rms_norm.cu."""
+    """Mirror of AlignkitNorm in csrc/sm90/rms_norm/rms_norm.cu."""
 
     _fields_ = [
         ("x", _Rows),
@@ -39,7 +44,7 @@ class _Norm(ctypes.Structure):
 
 @cuda.mirrors("AlignkitNormGrad")
 class _NormGrad(ctypes.Structure):
-    """AlignkitNormGrad of csrc/sm90/rms_norm/rms_norm.cu."""
+    """Mirror of AlignkitNormGrad in csrc/sm90/rms_norm/rms_norm.cu."""
 
     _fields_ = [
         ("x", _Rows),
@@ -48,32 +53,34 @@ class _NormGrad(ctypes.Structure):
     ]
 
 
-def forward_refuses(p: Norm) -> str | None:
-    if p.tensors[0][0][-1] == EVEN:
-        return f"rows of {EVEN}, which Triton need not pad"
-    return _unfit(p, LONG)
+def forward_rejects(p: Norm) -> str | None:
+    """Return why the forward kernel does not take a problem, or None if it does."""
+    if p.tensors[0][0][-1] == TRITON_FORWARD:
+        return f"h: Triton is as fast for {TRITON_FORWARD}, a power of two"
+    return _reject(p, MIN_FORWARD)
 
 
-def backward_refuses(p: Norm) -> str | None:
-    return _unfit(p, NARROW)
+def backward_rejects(p: Norm) -> str | None:
+    """Return why the backward kernel does not take a problem, or None if it does."""
+    return _reject(p, MIN_BACKWARD)
 
 
-def _unfit(p: Norm, above: int) -> str | None:
-    """Why the kernels are not for these rows, of more than `above` elements; None: they are."""
+def _reject(p: Norm, above: int) -> str | None:
+    """Return why a kernel for rows of more than `above` elements does not take a problem, or None if it does."""
     shape = p.tensors[0][0]
     h = shape[-1]
-    if not above < h <= WIDE or h % 8:
-        return f"rows of {h}, which is not a multiple of 8 of more than {above} and at most {WIDE}"
-    if not 0 < math.prod(shape[:-1]) <= ROWS:
-        return f"{math.prod(shape[:-1])} rows, of 1 to {ROWS}"
+    if not above < h <= MAX_COLUMNS or h % 8:
+        return f"h: must be a multiple of 8 above {above} and at most {MAX_COLUMNS}, got {h}"
+    if not 0 < math.prod(shape[:-1]) <= MAX_ROWS:
+        return f"rows: must be in [1, {MAX_ROWS}], got {math.prod(shape[:-1])}"
     for _, strides, dtype, aligned in p.tensors:
         if dtype != torch.bfloat16 or not aligned or any(s % 8 for s in strides[:-1]):
-            return "tensors that are not bf16 that can be read 16 bytes at a time"
+            return "tensors: must be bf16 with 16-byte aligned addresses and strides"
     return None
 
 
 def _rows(t: torch.Tensor) -> tuple[torch.Tensor, _Rows, int]:
-    """t, or a copy of it, which must be kept until the launch; its rows, and how many a token has."""
+    """Return t or a copy of it, which must stay alive until the launch, its rows, and the rows per token."""
     t, heads, token, head = triton.by_head(t)
     return t, _Rows(t.data_ptr(), token, head), heads
 
@@ -81,11 +88,11 @@ def _rows(t: torch.Tensor) -> tuple[torch.Tensor, _Rows, int]:
 def forward(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, zero_centered: bool = False
 ):
-    """x, y [..., H], and rstd fp32 [rows]; there is no residual."""
+    """Return x and y [..., H], and fp32 rstd [rows]; residual is None."""
     h = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(x.numel() // h, dtype=torch.float32, device=x.device)
-    _kept, x_rows, heads = _rows(x)
+    _keep_alive, x_rows, heads = _rows(x)
     p = _Norm(x_rows, weight.data_ptr(), y.data_ptr(), rstd.data_ptr(), len(rstd), heads, h, zero_centered, eps)
     cuda.call("alignkit_rms_norm", x.device, ctypes.byref(p))
     return x, y, rstd
@@ -94,15 +101,17 @@ def forward(
 def backward(
     dy, x, weight, rstd, d_total=None, zero_centered: bool = False, dweight_dtype=torch.bfloat16, chains: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx + d_total [..., H] and dweight [H], rounded to `dweight_dtype`; dy and d_total are contiguous. chains: a schedule, on
-    which no bit depends: of how many chains of dweight one sum in memory is, 1, 2, 4 or 8, if the kernel has so many; -n: of
-    n, then of fewer, as for a device that holds one block; 0: as is best."""
+    """Return dx + d_total [..., H] and dweight [H] rounded to dweight_dtype, for contiguous dy and d_total.
+
+    chains: a schedule, which changes no bit: the number of dweight chains (1, 2, 4 or 8) that are summed in registers
+    before one partial sum is written; -n: n first, then fewer, as on a device that holds one CTA; 0: automatic.
+    """
     h = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dweight = torch.empty(h, dtype=dweight_dtype, device=x.device)
     sums = -(-len(rstd) // triton.DW_ROWS)
     workspace = torch.empty((sums + -(-sums // 128)) * h + -(-h // 128), dtype=torch.float32, device=x.device)
-    _kept, x_rows, heads = _rows(x)
+    _keep_alive, x_rows, heads = _rows(x)
     p = _NormGrad(
         x_rows,
         dy.data_ptr(),

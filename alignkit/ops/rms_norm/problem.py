@@ -1,4 +1,7 @@
-"""A norm as it is described to those who may compute it."""
+"""Description of an RMSNorm problem, the input of kernel selection.
+
+The rules in cuda.py read the fields; alignkit/explain.py fills them from words.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from ...runtime.operands import Operand
 
 
 class Norm(NamedTuple):
+    """An RMSNorm problem: backend and operands."""
+
     backend: str
-    """The fastest that may compute it."""
+    """The fastest eligible backend."""
     tensors: tuple[Operand, ...]
-    """x, and others of bf16 or fp32: the weight; backwards the gradients that come in."""
+    """x, then the other bf16 or fp32 inputs: forward the weight; backward dy, the weight and d_total if not None."""

@@ -1,4 +1,8 @@
-"""Triton: sums over the hidden dimension by the balanced tree; dweight by chains over rows, joined by the tree."""
+"""Triton RMSNorm: balanced-tree sums over the hidden dimension; dweight by chains of rows, summed by the tree.
+
+The order of summation is the contract's (docs/contract.md, "On Hopper GPUs"). The rows per program, the levels per
+launch of `_sum_partials` and num_warps are free.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,28 @@ import triton.language as tl
 
 from ...runtime.launch import launch
 from .._triton import next_power_of_2, tree_sum
-from .reference import added
+from .reference import add_gradient
 
 DW_ROWS = 16
-"""Rows of one chain of dweight, to which a zero is added; the chains join by the balanced tree, in row order. In the
-contract."""
+"""contract: rows per chain of dweight. Each chain ends with + 0; the balanced tree sums the chains in row order."""
 
 
 @triton.jit
-def _at(r, heads, st, sh):
-    """Where row r begins, in a tensor of `heads` rows a token."""
+def _row_offset(r, heads, st, sh):
+    """Return the offset of row r as [R, 1], in a tensor with `heads` rows per token."""
     return (r // heads * st + r % heads * sh)[:, None]
 
 
 @triton.jit
 def _scale(W, j, H: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """Load elements j of the weight in fp32, plus 1 if zero-centered."""
     w = tl.load(W + j, mask=j < H, other=0.0).to(tl.float32)
     return w + 1.0 if ZERO_CENTERED else w
 
 
 @triton.jit
 def _rstd(squares, eps, H: tl.constexpr):
-    """Of rows of H elements, from their sums of squares."""
+    """Return 1 / sqrt(squares / H + eps), from the sums of squares of rows of H elements."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, H * 1.0) + eps))
 
 
@@ -57,9 +61,9 @@ def _rms_norm(
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     j = tl.arange(0, BLOCK)
     ok = (r < rows)[:, None] & (j < H)[None, :]
-    x = tl.load(X + _at(r, heads, sxt, sxh) + j[None, :], mask=ok, other=0.0).to(tl.float32)
+    x = tl.load(X + _row_offset(r, heads, sxt, sxh) + j[None, :], mask=ok, other=0.0).to(tl.float32)
     if RESIDUAL is not None:
-        x += tl.load(RESIDUAL + _at(r, heads, srt, srh) + j[None, :], mask=ok, other=0.0).to(tl.float32)
+        x += tl.load(RESIDUAL + _row_offset(r, heads, srt, srh) + j[None, :], mask=ok, other=0.0).to(tl.float32)
         total = x.to(TOTAL.dtype.element_ty)
         tl.store(TOTAL + r[:, None] * H + j[None, :], total, mask=ok)
         x = total.to(tl.float32)
@@ -70,8 +74,10 @@ def _rms_norm(
 
 
 def by_head(t: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """t [..., H]; how many rows a token has, and the strides of tokens and of these rows. Copied only if no two strides
-    describe it."""
+    """Return t [..., H], its rows per token, and the strides of tokens and of rows.
+
+    t is copied if these two strides cannot describe it.
+    """
     if t.ndim > 3:
         t = t.reshape(-1, *t.shape[-2:])
     if t.stride(-1) != 1:
@@ -84,7 +90,7 @@ def by_head(t: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
 def forward(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, zero_centered: bool = False
 ):
-    """The normalised sum x + residual (x itself without one) and y, [..., H], and rstd fp32 [rows]."""
+    """Return the normalized sum x + residual (x if residual is None) and y, both [..., H], and fp32 rstd [rows]."""
     h = x.shape[-1]
     rows = x.numel() // h
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -113,20 +119,21 @@ def forward(
 
 @triton.jit
 def _load(DY, X, RSTD, r, ok, j, heads, sxt, sxh, H: tl.constexpr):
-    here = ok[:, None] & (j < H)[None, :]
+    """Load dy and x of rows r at columns j, and rstd."""
+    mask = ok[:, None] & (j < H)[None, :]
     return (
-        tl.load(DY + r[:, None] * H + j[None, :], mask=here, other=0.0),
-        tl.load(X + _at(r, heads, sxt, sxh) + j[None, :], mask=here, other=0.0),
+        tl.load(DY + r[:, None] * H + j[None, :], mask=mask, other=0.0),
+        tl.load(X + _row_offset(r, heads, sxt, sxh) + j[None, :], mask=mask, other=0.0),
         tl.load(RSTD + r, mask=ok, other=0.0),
     )
 
 
 @triton.jit
 def _gradients(dy, x, w, rstd, dw, H: tl.constexpr, LEVELS: tl.constexpr):
-    """dx of rows of H elements, all in fp32, and dweight's chains with these rows added; w is [1, 2^LEVELS], rstd [R, 1]."""
+    """Return fp32 dx of rows of H elements, and the chains dw with these rows added; w: [1, 2^LEVELS], rstd: [R, 1]."""
     g = dy * w
     c = tl.div_rn(tree_sum(g * x, LEVELS), H * 1.0)[:, None] * rstd * rstd
-    # Triton's -c is 0 - c, which loses a zero's sign.
+    # c * -1.0: Triton computes -c as 0 - c, which loses the sign of zero.
     dx = rstd * tl.fma(tl.broadcast_to(c * -1.0, x.shape), x, g)
     return dx, tl.fma(dy, x * rstd, dw)
 
@@ -159,18 +166,19 @@ def _rms_norm_grad(
     next_dy, next_x, next_rstd = _load(DY, X, RSTD, r, r < rows, j, heads, sxt, sxh, H)
     for i in range(ROWS):
         dy, x, rstd = next_dy.to(tl.float32), next_x.to(tl.float32), next_rstd[:, None]
-        # The next rows are on their way while these are reduced.
+        # Prefetch the next rows while these are reduced.
         next_dy, next_x, next_rstd = _load(DY, X, RSTD, r + 1, (r + 1 < rows) & (i + 1 < ROWS), j, heads, sxt, sxh, H)
         dx, dw = _gradients(dy, x, w, rstd, dw, H, LEVELS)
         ok = (r < rows)[:, None] & (j < H)[None, :]
         tl.store(DX + r[:, None] * H + j[None, :], dx.to(DX.dtype.element_ty), mask=ok)
         r += 1
-    # No sum is a negative zero: absent ones, which are zero, change no bit.
+    # + 0.0: no partial sum is -0, so zero-padding the tree changes no bit.
     tl.store(PART + chain[:, None] * H + j[None, :], dw + 0.0, mask=(chain < chains)[:, None] & (j < H)[None, :])
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _rms_norm_join(PART, OUT, parts, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+def _sum_partials(PART, OUT, parts, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """Sum each 2^LEVELS consecutive rows of PART [parts, H] by the balanced tree."""
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     p = tl.program_id(1).to(tl.int64) * 2**LEVELS + tl.arange(0, 2**LEVELS)
     v = tl.load(PART + p[None, :] * H + j[:, None], mask=(p < parts)[None, :] & (j < H)[:, None], other=0.0)
@@ -178,7 +186,7 @@ def _rms_norm_join(PART, OUT, parts, H: tl.constexpr, BLOCK: tl.constexpr, LEVEL
 
 
 def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx + d_total [..., H] and dweight fp32 [H]; dy is contiguous."""
+    """Return dx + d_total [..., H] and fp32 dweight [H], for contiguous dy."""
     h = x.shape[-1]
     rows = x.numel() // h
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -201,15 +209,15 @@ def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False) -> 
         ZERO_CENTERED=zero_centered,
     )
     while len(parts) > 1:
-        joined = parts.new_empty(triton.cdiv(len(parts), 64), h)
+        sums = parts.new_empty(triton.cdiv(len(parts), 64), h)
         launch(
-            _rms_norm_join,
-            (triton.cdiv(h, 32), len(joined)),
-            (parts, joined, len(parts)),
+            _sum_partials,
+            (triton.cdiv(h, 32), len(sums)),
+            (parts, sums, len(parts)),
             {"num_warps": 4},
             H=h,
             BLOCK=32,
             LEVELS=6,
         )
-        parts = joined
-    return added(dx, d_total), parts[0]
+        parts = sums
+    return add_gradient(dx, d_total), parts[0]

@@ -1,4 +1,4 @@
-"""Rotary position embedding (neox halves). docs/contract.md, "RoPE"."""
+"""Rotary position embedding in the NeoX (half-split) layout. docs/contract.md, "RoPE"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ...contract.rope import Llama3, Scaling, plain
 from ...runtime import dispatch, families
 from .._calls import differentiable_once, op
-from .._common import InputError, check_device, check_int, check_number, check_tensor, looks, require, unit
+from .._common import InputError, check_device, check_int, check_number, check_tensor, checks_values, require, unit
 
 
 @differentiable_once("rope")
@@ -34,8 +34,8 @@ def _apply(x, positions, table, inverse):
 def _table(
     head_dim: int, max_position: int, base: float, device: torch.device, scaling: Scaling | None
 ) -> torch.Tensor:
-    """Never handed out: whoever wrote to it would change the results of all others."""
-    with torch.inference_mode(False), dispatch.for_tables():
+    """Return the cached table; callers get copies, because writes to it would change later results."""
+    with torch.inference_mode(False), dispatch.allow_cpu():
         host = dispatch.select("rope", families.CPU.device_type)
         if scaling is None:
             frequencies, factor = plain(head_dim, base), 1.0
@@ -48,23 +48,32 @@ def _table(
 def rope_table(
     head_dim: int, max_position: int, base: float, device: torch.device | str = "cpu", scaling: Scaling | None = None
 ) -> torch.Tensor:
-    """Cosines and sines of every position: fp32 [max_position, head_dim] on `device`, the cosines in the first half.
+    """Return the cosines and sines of all positions as fp32 [max_position, head_dim], the cosines in the first half.
 
-    Angles are ``position * base ** (-2 j / head_dim)`` in double precision, rounded once at the end; a position's row
-    does not depend on `max_position`. Tables are computed once, and each call gets a copy of its own.
+    Angles are ``position * base ** (-2 j / head_dim)`` in double precision, and cosines and sines are rounded to fp32
+    once. A position's row does not depend on max_position. Tables are cached; each call returns a copy.
 
-    scaling: an `alignkit.contract.rope.Llama3` or `Yarn`, which scales the frequencies, and YaRN's the table.
+    Args:
+        head_dim: number of rotated dimensions; even, positive.
+        max_position: number of positions; positive.
+        base: base of the frequencies; positive.
+        device: torch device of the result. The table is computed on the CPU, so it has the same bits on every device.
+        scaling: None, or an `alignkit.contract.rope.Llama3` or `Yarn`, which scales the frequencies; `Yarn` also scales
+            the table.
+
+    Returns:
+        A new fp32 tensor [max_position, head_dim] on `device`, contiguous.
 
     Raises:
-        InputError: head_dim is not a positive even number, max_position or base not positive, no such device, or
-            another scaling, or one whose numbers scale nothing.
+        InputError: head_dim is not a positive even integer; max_position or base is not positive; the device is not
+            available; scaling has another type or invalid parameters, or YaRN's base is not above 1.
     """
     head_dim, max_position = check_int("head_dim", head_dim, 1), check_int("max_position", max_position, 1)
-    require(head_dim % 2 == 0, f"head_dim: {head_dim} is not a positive even number")
+    require(head_dim % 2 == 0, f"head_dim: must be a positive even number, got {head_dim}")
     base = check_number("base", base)
     require(
         scaling is None or isinstance(scaling, Scaling),
-        f"scaling: a {type(scaling).__name__} is not alignkit.contract.rope.Llama3 or Yarn",
+        f"scaling: must be an alignkit.contract.rope.Llama3 or Yarn, got {type(scaling).__name__}",
     )
     if scaling is not None:
         _check_scaling(scaling, base)
@@ -72,70 +81,71 @@ def rope_table(
         device = torch.device(device)
         torch.empty(0, device=device)
     except (RuntimeError, TypeError, AssertionError) as e:
-        raise InputError(f"device: {device!r} is none: {e}") from None
-    with torch.inference_mode(False):  # so that a table from a rollout may also train
+        raise InputError(f"device: must be an available torch device, got {device!r}: {e}") from None
+    with torch.inference_mode(False):  # a table made under inference_mode could not be used in training
         return _table(head_dim, max_position, base, device, scaling).clone()
 
 
 def _check_scaling(scaling: Scaling, base: float) -> None:
+    """Raise InputError for invalid scaling parameters."""
     for field in fields(scaling):
         if field.name != "truncate":
             check_number(f"scaling.{field.name}", getattr(scaling, field.name))
     if isinstance(scaling, Llama3):
         require(
             scaling.low_freq_factor < scaling.high_freq_factor,
-            f"scaling.low_freq_factor: {scaling.low_freq_factor} is not below {scaling.high_freq_factor}",
+            f"scaling.low_freq_factor: must be below high_freq_factor = {scaling.high_freq_factor}, "
+            f"got {scaling.low_freq_factor}",
         )
     else:
-        require(base > 1, f"base: {base} is not above 1, as YaRN needs it")
+        require(base > 1, f"base: must exceed 1 for YaRN, got {base}")
 
 
 @op
 def rope(
     x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, rotary_dim: int | None = None
 ) -> torch.Tensor:
-    """Rotate x by its positions: with halves a, b of a head, ``(a cos - b sin, b cos + a sin)``; one rounding.
+    """Rotate x by its positions: halves a, b of a head become ``(a cos - b sin, b cos + a sin)``, with one rounding.
 
     Args:
-        x: [T, H, D], fp32 or bf16.
-        positions: int64 [T], in [0, max_position).
-        table: fp32 [max_position, D] of `rope_table`, or [max_position, rotary_dim].
-        rotary_dim: how many of a head's dimensions, from the first on, are rotated, as a smaller head's would be; the others
-            stay as they are. None: all.
+        x: [T, H, D], fp32 or bf16, D even; copied only if D is not the unit-stride dimension.
+        positions: int64 [T] on x's device, in [0, max_position).
+        table: fp32 [max_position, D] from `rope_table` on x's device, or [max_position, rotary_dim].
+        rotary_dim: number of leading head dimensions to rotate, as a head of that size; even, at most D. The others are
+            copied. None: all.
 
     Returns:
-        [T, H, D], x's type. Differentiable in x.
+        [T, H, D], x's dtype, contiguous. Differentiable once in x.
 
     Raises:
-        InputError: shapes or types do not fit, or a position is outside the table. A GPU is not waited for to find the
-            latter, unless ``ALIGNKIT_STRICT=1``: what is rotated of such a token is NaN.
+        InputError: a shape, dtype or device is invalid, or a position is outside the table. On a GPU positions are
+            checked only under ``ALIGNKIT_STRICT=1``, because reading them synchronizes; unchecked, the rotated
+            dimensions of such a token are NaN.
+        UnsupportedError: a gradient is differentiated again.
     """
     check(x, positions, table, rotary_dim=rotary_dim)
     return _Rope.apply(x, positions.contiguous(), table.contiguous())
 
 
 def check(x, positions, table, name: str = "x", rotary_dim: int | None = None) -> None:
-    """Raise InputError unless `rope` takes these arguments; `name` is what the caller calls x."""
+    """Raise InputError for invalid arguments of `rope`; `name`: the caller's name of x in messages."""
     check_tensor(name, x, 3)
     check_device(name, x)
     check_tensor("positions", positions, 1, (torch.int64,))
     check_tensor("table", table, 2, (torch.float32,))
     for other_name, t in (("positions", positions), ("table", table)):
-        require(t.device == x.device, f"{other_name}: device {t.device} differs from {name}'s {x.device}")
-    require(positions.shape[0] == x.shape[0], f"positions: {positions.shape[0]} entries for {x.shape[0]} tokens")
-    require(x.shape[2] > 0 and x.shape[2] % 2 == 0, f"{name}: head_dim {x.shape[2]} is not a positive even number")
+        require(t.device == x.device, f"{other_name}: device must be {name}'s {x.device}, got {t.device}")
+    require(positions.shape[0] == x.shape[0], f"positions: must have {x.shape[0]} entries, got {positions.shape[0]}")
+    require(x.shape[2] > 0 and x.shape[2] % 2 == 0, f"{name}: head_dim must be even and positive, got {x.shape[2]}")
     if rotary_dim is None:
-        require(table.shape[1] == x.shape[2], f"table: head_dim {table.shape[1]} differs from {name}'s {x.shape[2]}")
+        require(table.shape[1] == x.shape[2], f"table: must have {name}'s {x.shape[2]} columns, got {table.shape[1]}")
     else:
         rotary_dim = check_int("rotary_dim", rotary_dim, 1)
         require(
             rotary_dim % 2 == 0 and rotary_dim <= x.shape[2],
-            f"rotary_dim: {rotary_dim} is not an even number up to {name}'s head_dim, {x.shape[2]}",
+            f"rotary_dim: must be even and at most {name}'s head_dim {x.shape[2]}, got {rotary_dim}",
         )
-        require(table.shape[1] == rotary_dim, f"table: {table.shape[1]} columns, for a rotary_dim of {rotary_dim}")
-    if positions.numel() and looks(positions.device):
+        require(table.shape[1] == rotary_dim, f"table: must have rotary_dim {rotary_dim} columns, got {table.shape[1]}")
+    if positions.numel() and checks_values(positions.device):
         low, high = int(positions.min()), int(positions.max())
-        require(
-            0 <= low and high < table.shape[0],
-            f"positions: {low} to {high} leave the table of {table.shape[0]} positions",
-        )
+        require(0 <= low and high < table.shape[0], f"positions: must be in [0, {table.shape[0]}), got {low} to {high}")

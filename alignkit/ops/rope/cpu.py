@@ -1,4 +1,4 @@
-"""C++: a token at a time."""
+"""Calls of the C++ RoPE kernels (csrc/cpu/kernels.inl); GPUs use the CPU's table too."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse
 def apply_qk(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply` to both."""
+    """Rotate q and k."""
     return apply(q, positions, table, False), apply(k, positions, table, False)

@@ -1,7 +1,7 @@
-"""The ways to rotate, fastest first."""
+"""Table of the kernels of rope (`dispatch.OPS`): one per backend, fastest first."""
 
 from __future__ import annotations
 
-from ...runtime.dispatch import PLAIN
+from ...runtime.dispatch import ONE_PER_BACKEND
 
-ORDER = {"rope": PLAIN}
+ORDER = {"rope": ONE_PER_BACKEND}

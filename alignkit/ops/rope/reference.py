@@ -1,4 +1,7 @@
-"""Rotation of pairs, and the table by Python's own math library."""
+"""Reference RoPE in torch; the table is computed by Python's math module.
+
+Every operation is the contract's (docs/contract.md, "RoPE").
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ def table(frequencies: list[float], max_position: int, factor: float) -> torch.T
 
 @in_torch
 def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
-    turned, rest = x[..., : table.shape[1]], x[..., table.shape[1] :]
-    a, b = turned.float().chunk(2, dim=-1)
+    rotated, rest = x[..., : table.shape[1]], x[..., table.shape[1] :]
+    a, b = rotated.float().chunk(2, dim=-1)
     cos, sin = (t[:, None].expand_as(a) for t in table[positions].chunk(2, dim=-1))
     if inverse:
         sin = -sin
@@ -32,5 +35,5 @@ def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse
 def apply_qk(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply` to both."""
+    """Rotate q and k."""
     return apply(q, positions, table, False), apply(k, positions, table, False)

@@ -1,4 +1,7 @@
-"""Triton: elementwise, a row per token and head. On every device the table comes from the host, in double there."""
+"""Triton RoPE: elementwise, one row per token and head. The table is computed on the CPU, in double.
+
+Each `tl.fma` and each rounding is the contract's (docs/contract.md, "RoPE"); tile sizes are free.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,15 @@ from .._triton import next_power_of_2
 
 
 @triton.jit
-def _angles(POS, TABLE, t, there, ok, j, positions, HALF: tl.constexpr):
-    """Cosines and sines of tokens t, which are `there`, in columns j, where `ok`. There is no row for a position
-    outside the table: NaN."""
-    p = tl.load(POS + t, mask=there, other=0)
-    known = ok & ((p >= 0) & (p < positions))[:, None]
+def _angles(POS, TABLE, t, valid, ok, j, positions, HALF: tl.constexpr):
+    """Load the cosines and sines of tokens t (where `valid`) in columns j (where `ok`).
+
+    A position outside the table gives NaN.
+    """
+    p = tl.load(POS + t, mask=valid, other=0)
+    in_table = ok & ((p >= 0) & (p < positions))[:, None]
     row = TABLE + p[:, None] * (2 * HALF) + j
-    return tl.load(row, mask=known, other=float("nan")), tl.load(row + HALF, mask=known, other=float("nan"))
+    return tl.load(row, mask=in_table, other=float("nan")), tl.load(row + HALF, mask=in_table, other=float("nan"))
 
 
 @triton.jit
@@ -39,6 +44,7 @@ def _rotate(
     R: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
+    """Rotate R rows; INVERSE: by the negative angles."""
     r = block.to(tl.int64) * R + tl.arange(0, R)
     j = tl.arange(0, BLOCK)[None, :]
     t = r // H
@@ -51,11 +57,11 @@ def _rotate(
     y = Y + r[:, None] * DIM + j
     tl.store(y, tl.fma(a, cos, -(b * sin)).to(Y.dtype.element_ty), mask=ok)
     tl.store(y + HALF, tl.fma(b, cos, a * sin).to(Y.dtype.element_ty), mask=ok)
-    if DIM > 2 * HALF:  # what is not rotated of a head
+    if DIM > 2 * HALF:  # dimensions that are not rotated
         i = 2 * HALF + tl.arange(0, REST)[None, :]
-        there = (r < rows)[:, None] & (i < DIM)
-        kept = tl.load(X + (t * sxt + (r % H) * sxh)[:, None] + i, mask=there)
-        tl.store(Y + r[:, None] * DIM + i, kept, mask=there)
+        mask = (r < rows)[:, None] & (i < DIM)
+        rest = tl.load(X + (t * sxt + (r % H) * sxh)[:, None] + i, mask=mask)
+        tl.store(Y + r[:, None] * DIM + i, rest, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -102,16 +108,17 @@ def _rope_qk(
     REST: tl.constexpr,
     R: tl.constexpr,
 ):
-    """The first programs rotate q, the others k."""
+    """Rotate q in the first programs and k in the others."""
     block, queries = tl.program_id(0), tl.cdiv(tokens * HQ, R)
     if block < queries:
         _rotate(Q, YQ, POS, TABLE, block, tokens * HQ, positions, sqt, sqh, HQ, DIM, HALF, BLOCK, REST, R, False)
     else:
-        of_k = block - queries
-        _rotate(K, YK, POS, TABLE, of_k, tokens * HK, positions, skt, skh, HK, DIM, HALF, BLOCK, REST, R, False)
+        k_block = block - queries
+        _rotate(K, YK, POS, TABLE, k_block, tokens * HK, positions, skt, skh, HK, DIM, HALF, BLOCK, REST, R, False)
 
 
 def _tile(dim: int, rotary: int) -> dict:
+    """Return the constexpr sizes of a tile."""
     block, rest = next_power_of_2(rotary // 2), next_power_of_2(max(1, dim - rotary))
     return {"DIM": dim, "HALF": rotary // 2, "BLOCK": block, "REST": rest, "R": max(1, 1024 // block)}
 
@@ -136,7 +143,7 @@ def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse
 def apply_qk(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply` to both, in one launch."""
+    """Rotate q and k in one launch."""
     (tokens, hq, dim), hk = q.shape, k.shape[1]
     yq, yk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
     if tokens:

@@ -1,4 +1,4 @@
-"""C++: a row at a time."""
+"""Calls of the C++ sigmoid_mul kernels (csrc/cpu/kernels.inl)."""
 
 from __future__ import annotations
 

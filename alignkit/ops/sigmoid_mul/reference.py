@@ -1,4 +1,4 @@
-"""sigmoid(gate) * x as the formula. `exp` and `lane_sum` are the device family's."""
+"""Reference sigmoid_mul in torch; triton.py uses `product` and `product_back` with the sm90 `exp` and sum."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from .._common import lane_sum as _lane_sum
 
 
 def product(gate, x, exp) -> torch.Tensor:
+    """Return sigmoid(gate) * x [rows, H], for fp32 gate [rows]."""
     s = 1.0 / (1.0 + exp(-gate))
     return (s[:, None] * x.float()).to(x.dtype)
 
 
 def product_back(gate, x, dy, exp, lane_sum) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of gate and x for the gradient dy of `product`."""
     s = 1.0 / (1.0 + exp(-gate))
     d = dy.float()
     return lane_sum(d, x.float()) * s * (1.0 - s), (s[:, None] * d).to(x.dtype)
@@ -22,11 +24,11 @@ def product_back(gate, x, dy, exp, lane_sum) -> tuple[torch.Tensor, torch.Tensor
 
 @in_torch
 def forward(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """[rows, H], of gate fp32 [rows] and x [rows, H]."""
+    """Return sigmoid(gate) * x [rows, H], for fp32 gate [rows]."""
     return product(gate, x, _exp)
 
 
 @in_torch
 def backward(gate, x, dy) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of gate and x."""
+    """Return the gradients of gate and x."""
     return product_back(gate, x, dy, _exp, _lane_sum)

@@ -1,4 +1,4 @@
-"""torch, with the family's exp and sum."""
+"""sigmoid_mul on GPUs: torch, with the exp and the sum of the sm90 family."""
 
 from __future__ import annotations
 

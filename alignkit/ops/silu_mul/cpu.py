@@ -1,4 +1,4 @@
-"""C++: elementwise over rows."""
+"""Calls of the C++ silu_mul kernels (csrc/cpu/kernels.inl)."""
 
 from __future__ import annotations
 

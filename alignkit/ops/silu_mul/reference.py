@@ -1,4 +1,4 @@
-"""silu(gate) * up as the formula."""
+"""Reference silu_mul in torch; every operation is the contract's (docs/contract.md, "SiLU times up")."""
 
 from __future__ import annotations
 

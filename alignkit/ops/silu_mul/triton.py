@@ -1,4 +1,7 @@
-"""Triton: elementwise."""
+"""Triton silu_mul: elementwise. moe_experts uses `silu_times` and `silu_gradients` too.
+
+Each operation is the contract's (docs/contract.md, "SiLU times up"); block sizes are free.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from .._triton import exp
 
 @triton.jit
 def silu_times(g, u):
+    """Return silu(g) * u in fp32."""
     return tl.div_rn(g, 1.0 + exp(-g)) * u
 
 
 @triton.jit
 def silu_gradients(g, u, d):
-    """Those of g and u, for the gradient d of `silu_times`."""
+    """Return the gradients of g and u for the gradient d of `silu_times`."""
     s = tl.div_rn(g * 0.0 + 1.0, 1.0 + exp(-g))
     return d * u * (s * tl.fma(g, 1.0 - s, g * 0.0 + 1.0)), d * (g * s)
 

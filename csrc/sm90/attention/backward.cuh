@@ -1,12 +1,12 @@
-// What the kernels of attention's gradients share: the problem, its tiles, where a thread's elements lie, and the frame of a kernel
-// with its launch.
+// Shared by the attention backward kernels: arguments, tile scheduler, tile producer, fragment helpers, kernel frame
+// and launch.
 #pragma once
 #include <algorithm>
 
 #include "../../interface.h"
-#include "../ptx/barrier.cuh"
-#include "../ptx/copy.cuh"
-#include "../ptx/dependent_launch.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/pdl.cuh"
 #include "../ptx/exponential.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/pack.cuh"
@@ -15,12 +15,12 @@
 #include "heads.cuh"
 
 struct AlignkitAttentionBackward {
-  AlignkitHeads q, k, v, grad;  // the latter of the result
-  const float *shift, *delta;   // by query, [heads, pads * 128]: see alignkit/ops/attention/gradients.py
+  AlignkitHeads q, k, v, grad;  // grad: gradient of the result
+  const float *shift, *delta;   // per query, [heads, pads * 128]: see alignkit/ops/attention/gradients.py
   void *dq, *dk, *dv;           // [tokens, heads or kv_heads, dim]
   AlignkitInts starts;
   int tokens, sequences, heads, kv_heads, dim, pads;
-  float factor, scale;  // of scores for powers of 2, and of gradients
+  float factor, scale;  // scale * log2(e) for scores; scale for dQ and dK
 };
 
 namespace alignkit {
@@ -28,24 +28,25 @@ namespace {
 
 using Problem = AlignkitAttentionBackward;
 
-constexpr int kBlock = 64;  // rows of a block
+constexpr int kBlock = 64;  // schedule: rows per streamed block
 
 struct Tile {
-  int s;  // the sequence; -1: there are no more tiles
+  int s;  // sequence; -1: no tile left
   int q0, q_len;
-  int first;  // position
-  int head;   // of queries, or of keys
+  int first;  // first row of the tile in its sequence
+  int head;   // query head for dQ, KV head for dK/dV
 };
 
-// The tiles of a block of threads, found by a whole warp. A tile's level tells how many blocks pass by it; tiles are
-// counted level by level, the last one first.
-template <int kRows, bool kByKey>
-struct Walk {
+// The tile scheduler of a CTA, run by one warp. A tile's level grows with the number of blocks that it streams. Tiles
+// are numbered level by level, the highest level first. The CTA takes one tile per wave of gridDim.x tiles, in snake
+// order.
+template <int kRows, bool kDkv>
+struct TileScheduler {
   const Problem& p;
-  int level, base = 0, turn = 0, before = 0;
-  int q0, q_len, levels;  // of the lane's sequence
+  int level, base = 0, wave = 0, tiles_before = 0;
+  int q0, q_len, levels;  // for the lane's sequence
 
-  __device__ Walk(const Problem& p) : p(p) {
+  __device__ TileScheduler(const Problem& p) : p(p) {
     int top = 0;
 #pragma unroll 1
     for (; base < p.sequences; base += 32) {
@@ -58,39 +59,39 @@ struct Walk {
     read();
   }
 
-  // Read again where they are needed: registers are short.
-  __device__ int lane() const { return static_cast<int>(thread_again() % 32); }
-  __device__ int slots() const { return kByKey ? p.kv_heads : p.heads; }
+  // Recomputed where needed: registers are scarce.
+  __device__ int lane() const { return static_cast<int>(read_tid_x() % 32); }
+  __device__ int heads() const { return kDkv ? p.kv_heads : p.heads; }
 
-  // The sequence base + lane.
+  // Load sequence base + lane.
   __device__ void read() {
     int s = base + lane();
     levels = 0;
     if (s >= p.sequences) return;
-    rows_of(p.starts, s, p.tokens, q0, q_len);
+    sequence_rows(p.starts, s, p.tokens, q0, q_len);
     levels = (q_len + kRows - 1) / kRows;
   }
 
   __device__ Tile next() {
-    int target = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    ++turn;
+    int target = wave * gridDim.x + (wave % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    ++wave;
 #pragma unroll 1
     while (level >= 0) {
-      bool here = level < levels;
-      unsigned all = __ballot_sync(~0u, here);
-      int behind = before + __popc(all) * slots();
-      if (target < behind) {
-        int i = target - before, wanted = i / slots();
-        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane()) - 1)) == wanted)) - 1;
+      bool active = level < levels;
+      unsigned active_lanes = __ballot_sync(~0u, active);
+      int tiles_through = tiles_before + __popc(active_lanes) * heads();
+      if (target < tiles_through) {
+        int i = target - tiles_before, nth = i / heads();
+        int source = __ffs(__ballot_sync(~0u, active && __popc(active_lanes & ((1u << lane()) - 1)) == nth)) - 1;
         Tile t;
-        t.s = __shfl_sync(~0u, base + lane(), from);
-        t.q0 = __shfl_sync(~0u, q0, from);
-        t.q_len = __shfl_sync(~0u, q_len, from);
-        t.first = __shfl_sync(~0u, kByKey ? levels - 1 - level : level, from) * kRows;
-        t.head = i % slots();
+        t.s = __shfl_sync(~0u, base + lane(), source);
+        t.q0 = __shfl_sync(~0u, q0, source);
+        t.q_len = __shfl_sync(~0u, q_len, source);
+        t.first = __shfl_sync(~0u, kDkv ? levels - 1 - level : level, source) * kRows;
+        t.head = i % heads();
         return t;
       }
-      before = behind;
+      tiles_before = tiles_through;
       base += 32;
       if (base >= p.sequences) {
         base = 0;
@@ -102,25 +103,27 @@ struct Walk {
   }
 };
 
-// The warp that finds the tiles and has them brought, one ahead of those who compute where their rows allow it.
+// Tile scheduler and producer warp of the resident tensors; it loads the next tile once the consumers release this one.
 template <class Shared>
-__device__ __forceinline__ void bring_tiles(Shared& sh, const CUtensorMap* a, const CUtensorMap* b, const Problem& p) {
+__device__ __forceinline__ void load_tiles(Shared& sh, const CUtensorMap* a, const CUtensorMap* b, const Problem& p) {
   constexpr int rows = Shared::rows;
-  Walk<rows, Shared::by_key> walk(p);
-  for (int turn = 0;; turn ^= 1) {
-    Tile t = walk.next();
-    barrier_wait(&sh.tile_empty, turn ^ 1);
+  TileScheduler<rows, Shared::dkv> scheduler(p);
+  for (int slot = 0;; slot ^= 1) {
+    Tile t = scheduler.next();
+    mbarrier_wait(&sh.tile_empty, slot ^ 1);
     if (threadIdx.x % 32 == 0) {
-      sh.tile[turn] = t;
-      barrier_arrive(&sh.found);
+      sh.tile[slot] = t;
+      mbarrier_arrive(&sh.tile_ready);
       if (t.s < 0) {
-        barrier_arrive(&sh.tile_full);
+        mbarrier_arrive(&sh.tile_full);
       } else {
-        barrier_expect(&sh.tile_full, sizeof(sh.stays));
+        mbarrier_expect_tx(&sh.tile_full, sizeof(sh.resident));
 #pragma unroll
-        for (int h = 0; h < Shared::halves; ++h) {
-          copy_box(sh.stays[0] + h * rows * kHalf, a, h * kHalf, t.head, t.q0 + t.first, 0, &sh.tile_full);
-          copy_box(sh.stays[1] + h * rows * kHalf, b, h * kHalf, t.head, t.q0 + t.first, 0, &sh.tile_full);
+        for (int h = 0; h < Shared::boxes; ++h) {
+          tma_load(sh.resident[0] + h * rows * kBoxColumns, a, h * kBoxColumns, t.head, t.q0 + t.first, 0,
+                   &sh.tile_full);
+          tma_load(sh.resident[1] + h * rows * kBoxColumns, b, h * kBoxColumns, t.head, t.q0 + t.first, 0,
+                   &sh.tile_full);
         }
       }
     }
@@ -129,19 +132,19 @@ __device__ __forceinline__ void bring_tiles(Shared& sh, const CUtensorMap* a, co
   }
 }
 
-__device__ __forceinline__ int blocks(int rows) { return (rows + kBlock - 1) / kBlock; }
+__device__ __forceinline__ int block_count(int rows) { return (rows + kBlock - 1) / kBlock; }
 
-// Of the rows of a group that a thread has, the first; the other is 8 further.
-__device__ __forceinline__ int row_again() {
-  uint32_t thread = thread_again();
+// The first of the thread's two rows in its warpgroup's 64; the second is 8 further.
+__device__ __forceinline__ int thread_row() {
+  uint32_t thread = read_tid_x();
   return static_cast<int>(thread % 128 / 32 * 16 + thread % 32 / 4);
 }
 
-// And of the columns, in a run of 8, the first; the other is the next.
-__device__ __forceinline__ int column_again() { return static_cast<int>(thread_again() % 4 * 2); }
+// The first of the thread's two adjacent columns in each eight.
+__device__ __forceinline__ int thread_column() { return static_cast<int>(read_tid_x() % 4 * 2); }
 
-// A product of 64 by 64 as the first operand of the next.
-__device__ __forceinline__ void round(const float (&x)[32], uint32_t (&to)[4][4]) {
+// Pack a 64 x 64 accumulator tile to bf16, the register A operand of the next wgmma.
+__device__ __forceinline__ void pack_operand(const float (&x)[32], uint32_t (&to)[4][4]) {
 #pragma unroll
   for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -154,81 +157,83 @@ __device__ __forceinline__ void fill_with_nan(void* out, int64_t vectors) {
     static_cast<uint4*>(out)[i] = make_uint4(nan, nan, nan, nan);
 }
 
-// The first two tensors stay, the latter two pass. A kernel's `Shared` says whether it is by key,
-// how many rows a tile has and how long a head is, how many threads there are, how many warps compute, and registers.
+// The frame of both backward kernels. `a` and `b` are the resident tensors, `c` and `d` the streamed ones.
+// `Shared` selects the kernel and sets rows per tile, head dimension, threads, consumer warps and registers.
+// Inconsistent `starts` fill the results with NaN.
 template <class Shared>
 __global__ void __launch_bounds__(Shared::threads, 1)
     attention_backward(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                        const __grid_constant__ CUtensorMap c, const __grid_constant__ CUtensorMap d,
                        const __grid_constant__ Problem p) {
-  extern __shared__ __align__(1024) uint8_t raw[];  // as swizzled rows are; so addresses are constants, not registers
+  // The declared alignment, which the swizzle needs, makes shared addresses compile-time constants.
+  extern __shared__ __align__(1024) uint8_t raw[];
   Shared& sh = *reinterpret_cast<Shared*>(raw);
-  constexpr bool by_key = Shared::by_key;
+  constexpr bool dkv = Shared::dkv;
   if (threadIdx.x == 0) {
-    barrier_init(&sh.found, 1);
-    barrier_init(&sh.tile_full, 1);
-    barrier_init(&sh.tile_empty, Shared::warps + 1);
-    barrier_init(&sh.on_its_way, 1);
+    mbarrier_init(&sh.tile_ready, 1);
+    mbarrier_init(&sh.tile_full, 1);
+    mbarrier_init(&sh.tile_empty, Shared::warps + 1);
+    mbarrier_init(&sh.patch_full, 1);
     sh.init();
-    barrier_init_done();
+    fence_mbarrier_init();
   }
-  // By query comes first. By key needs nothing of it, so it begins where there is room, after all blocks by query have
-  // seen the end of what both need; only its own end waits.
-  if (!by_key) wait_for_kernel_before();
-  let_next_kernel_begin();
+  // dQ is launched first. dK/dV reads nothing that dQ writes: it starts on free SMs once every dQ CTA has passed
+  // griddep_wait, so its inputs are complete. It waits for dQ at its end, so that its completion implies that of dQ.
+  if (!dkv) griddep_wait();
+  griddep_launch_dependents();
   __syncthreads();
-  if (at(p.starts, 0) != 0 || at(p.starts, p.sequences) != p.tokens) {
+  if (load_int(p.starts, 0) != 0 || load_int(p.starts, p.sequences) != p.tokens) {
     int64_t vectors = int64_t{p.tokens} * Shared::dim / 8;
-    if (by_key) {
+    if (dkv) {
       fill_with_nan(p.dk, vectors * p.kv_heads);
       fill_with_nan(p.dv, vectors * p.kv_heads);
-      wait_for_kernel_before();
+      griddep_wait();
     } else {
       fill_with_nan(p.dq, vectors * p.heads);
     }
     return;
   }
   if (threadIdx.x / 128 == 0) {
-    static_assert(kRegistersSuffice<Shared::few, Shared::many, Shared::threads / 128 - 1>);
-    registers_down<Shared::few>();
+    static_assert(kRegistersFit<Shared::producer_registers, Shared::consumer_registers, Shared::threads / 128 - 1>);
+    setmaxnreg_dec<Shared::producer_registers>();
     if (threadIdx.x < 32)
-      bring_tiles(sh, &a, &b, p);
+      load_tiles(sh, &a, &b, p);
     else if (threadIdx.x < 64)
-      bring_blocks(sh, &c, &d, p);
-    if (by_key) wait_for_kernel_before();
+      load_blocks(sh, &c, &d, p);
+    if (dkv) griddep_wait();
   } else {
-    registers_up<Shared::many>();
+    setmaxnreg_inc<Shared::consumer_registers>();
     compute(sh, p);
   }
 }
 
-// Host.
+// Host code.
 
 template <class Shared>
-cudaError_t launch(const Problem& p, int processors, cudaStream_t stream) {
+cudaError_t launch(const Problem& p, int sms, cudaStream_t stream) {
   constexpr int bytes = sizeof(Shared), rows = Shared::rows;
   auto kernel = attention_backward<Shared>;
-  int query_rows = Shared::by_key ? kBlock : rows, key_rows = Shared::by_key ? rows : kBlock;
+  int query_rows = Shared::dkv ? kBlock : rows, key_rows = Shared::dkv ? rows : kBlock;
   CUtensorMap q, grad, k, v;
-  if (cudaError_t e = map_of(&q, p.q, p.tokens, p.heads, Shared::dim, 1, query_rows)) return e;
-  if (cudaError_t e = map_of(&grad, p.grad, p.tokens, p.heads, Shared::dim, 1, query_rows)) return e;
-  if (cudaError_t e = map_of(&k, p.k, p.tokens, p.kv_heads, Shared::dim, 1, key_rows)) return e;
-  if (cudaError_t e = map_of(&v, p.v, p.tokens, p.kv_heads, Shared::dim, 1, key_rows)) return e;
+  if (cudaError_t e = make_tensor_map(&q, p.q, p.tokens, p.heads, Shared::dim, 1, query_rows)) return e;
+  if (cudaError_t e = make_tensor_map(&grad, p.grad, p.tokens, p.heads, Shared::dim, 1, query_rows)) return e;
+  if (cudaError_t e = make_tensor_map(&k, p.k, p.tokens, p.kv_heads, Shared::dim, 1, key_rows)) return e;
+  if (cudaError_t e = make_tensor_map(&v, p.v, p.tokens, p.kv_heads, Shared::dim, 1, key_rows)) return e;
   if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
-  int64_t tiles = (int64_t{p.tokens} / rows + p.sequences) * (Shared::by_key ? p.kv_heads : p.heads);
-  unsigned blocks = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
-  return Shared::by_key ? launch_early(kernel, blocks, Shared::threads, bytes, stream, k, v, q, grad, p)
-                        : launch_early(kernel, blocks, Shared::threads, bytes, stream, q, grad, k, v, p);
+  int64_t tiles = (int64_t{p.tokens} / rows + p.sequences) * (Shared::dkv ? p.kv_heads : p.heads);
+  unsigned ctas = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, sms), 1));
+  return Shared::dkv ? launch_pdl(kernel, ctas, Shared::threads, bytes, stream, k, v, q, grad, p)
+                     : launch_pdl(kernel, ctas, Shared::threads, bytes, stream, q, grad, k, v, p);
 }
 
-// By query, then by key.
-template <class ByQuery, class ByKey>
+// Launch dQ, then dK/dV.
+template <class Dq, class Dkv>
 cudaError_t launch_both(const Problem& p, cudaStream_t stream) {
-  int device, processors;
+  int device, sms;
   if (cudaError_t e = cudaGetDevice(&device)) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-  if (cudaError_t e = launch<ByQuery>(p, processors, stream)) return e;
-  return launch<ByKey>(p, processors, stream);
+  if (cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return e;
+  if (cudaError_t e = launch<Dq>(p, sms, stream)) return e;
+  return launch<Dkv>(p, sms, stream);
 }
 
 }  // namespace

@@ -1,253 +1,259 @@
-// Causal attention, backward, of packed sequences with heads of 256: the two kernels of backward.cu, whose products and
-// sums have the same order, for heads of which a thread's registers hold one gradient of 64 rows and no operand beside it.
+// Causal attention, backward, for packed sequences and head dimension 256: a dQ kernel, then a dK/dV kernel.
 //
-// By query: a tile is 64 rows for each of two groups of warps. Queries and the result's gradients stay in shared memory,
-// where there is room for two blocks of keys, which are needed again for the gradients, and for one of values.
+// The order of summation and the launch shape are those of backward.cu. At this head dimension a thread's registers
+// hold one gradient of 64 rows and no operand beside it, so operands stay in shared memory.
 //
-// By key: a tile is 64 keys. One group makes the probabilities and keeps the gradients of values; the other has those of
-// keys, for which it takes the probabilities, before they are rounded, from shared memory.
+// dQ kernel: a tile is 64 queries for each of two consumer warpgroups. Q and dO are resident. Two stages of keys and
+// one of values are streamed, because dQ += dS K needs the keys longer than the values.
+//
+// dK/dV kernel: a tile is 64 keys. One warpgroup computes the probabilities and accumulates dV. The other accumulates
+// dK; it reads the unrounded probabilities from shared memory.
 #include "backward.cuh"
 
 namespace alignkit {
 namespace {
 
-constexpr int kDim = 256, kSums = kDim / 2, kParts = kDim / kHalf, kElements = kBlock * kDim;
-constexpr int kBlockStep = kElements * 2 >> 4;  // of an operand, to the next block
-constexpr int kWarps = 8;                       // that compute
+constexpr int kDim = 256;  // schedule: other head dimensions are backward.cu's
+constexpr int kAccCount = kDim / 2, kHeadBoxes = kDim / kBoxColumns, kBlockElements = kBlock * kDim;
+constexpr int kBlockStep = kBlockElements * 2 >> 4;  // descriptor step to the next block
+constexpr int kWarps = 8;                            // schedule: consumer warps
 
-// Registers of threads that bring rows, and that compute.
-struct ByQuery {
-  static constexpr bool by_key = false;
-  static constexpr int dim = kDim, halves = kParts, warps = kWarps, threads = 128 + warps * 32;
-  static constexpr int rows = 128, few = 24, many = 240;
-  __nv_bfloat16 stays[2][rows * kDim];  // queries, and gradients of the result
-  __nv_bfloat16 k[2][kElements], v[kElements];
-  Tile tile[2];  // in turn: one is read while the next is found
-  uint64_t found, tile_full, tile_empty, k_full[2], k_empty[2], v_full, v_empty;
-  uint64_t on_its_way;  // a block of which rows have to be wiped out
+// Shared memory and setmaxnreg register counts of the dQ kernel.
+struct DqShared {
+  static constexpr bool dkv = false;
+  static constexpr int dim = kDim, boxes = kHeadBoxes, warps = kWarps, threads = 128 + warps * 32;
+  static constexpr int rows = 128, producer_registers = 24, consumer_registers = 240;
+  __nv_bfloat16 resident[2][rows * kDim];  // Q, dO
+  __nv_bfloat16 k[2][kBlockElements], v[kBlockElements];
+  Tile tile[2];  // double-buffered: the scheduler writes one while consumers read the other
+  uint64_t tile_ready, tile_full, tile_empty, k_full[2], k_empty[2], v_full, v_empty;
+  uint64_t patch_full;  // full barrier of a block whose rows past the sequence's end the producer zeroes first
 
   __device__ void init() {
     for (int i = 0; i < 2; ++i) {
-      barrier_init(&k_full[i], 1);
-      barrier_init(&k_empty[i], kWarps);
+      mbarrier_init(&k_full[i], 1);
+      mbarrier_init(&k_empty[i], kWarps);
     }
-    barrier_init(&v_full, 1);
-    barrier_init(&v_empty, kWarps);
+    mbarrier_init(&v_full, 1);
+    mbarrier_init(&v_empty, kWarps);
   }
 };
 
-struct ByKey {
-  static constexpr bool by_key = true;
-  static constexpr int dim = kDim, halves = kParts, warps = kWarps, threads = 128 + warps * 32;
-  static constexpr int rows = 64, few = 40, many = 232;
-  __nv_bfloat16 stays[2][rows * kDim];      // keys, values
-  __nv_bfloat16 passes[2][2][kElements];    // queries, and gradients of the result
-  float4 probability[2][kBlock / 8][128];   // of a block: what a thread of the first group gives to one of the second
-  alignas(128) float statistics[2][2][kBlock];  // shift and delta of the queries that pass
+struct DkvShared {
+  static constexpr bool dkv = true;
+  static constexpr int dim = kDim, boxes = kHeadBoxes, warps = kWarps, threads = 128 + warps * 32;
+  static constexpr int rows = 64, producer_registers = 40, consumer_registers = 232;
+  __nv_bfloat16 resident[2][rows * kDim];        // K, V
+  __nv_bfloat16 streamed[2][2][kBlockElements];  // Q, dO
+  float4 probability[2][kBlock / 8][128];  // per block: from a thread of the dV warpgroup to one of the dK warpgroup
+  alignas(128) float statistics[2][2][kBlock];  // shift and delta of streamed queries
   Tile tile[2];
-  uint64_t found, tile_full, tile_empty, full[2], empty[2], given[2], taken[2];
-  uint64_t on_its_way;
+  uint64_t tile_ready, tile_full, tile_empty, full[2], empty[2], probability_full[2], probability_empty[2];
+  uint64_t patch_full;
 
   __device__ void init() {
     for (int i = 0; i < 2; ++i) {
-      barrier_init(&full[i], 1);
-      barrier_init(&empty[i], kWarps);
-      barrier_init(&given[i], kWarps / 2);
-      barrier_init(&taken[i], kWarps / 2);
+      mbarrier_init(&full[i], 1);
+      mbarrier_init(&empty[i], kWarps);
+      mbarrier_init(&probability_full[i], kWarps / 2);
+      mbarrier_init(&probability_empty[i], kWarps / 2);
     }
   }
 };
 
-// What a warp that brings rows reads again, and does not keep: registers are short.
-__device__ __forceinline__ bool leads_again() { return thread_again() % 32 == 0; }
+// Recomputed by producer warps: registers are scarce.
+__device__ __forceinline__ bool is_leader() { return read_tid_x() % 32 == 0; }
 
-__device__ __forceinline__ void bring_block(__nv_bfloat16* to, const CUtensorMap* from, int head, int row,
-                                            uint64_t* full) {
+__device__ __forceinline__ void load_block(__nv_bfloat16* to, const CUtensorMap* from, int head, int row,
+                                           uint64_t* full) {
 #pragma unroll
-  for (int h = 0; h < kParts; ++h) copy_box(to + h * kBlock * kHalf, from, h * kHalf, head, row, 0, full);
+  for (int h = 0; h < kHeadBoxes; ++h)
+    tma_load(to + h * kBlock * kBoxColumns, from, h * kBoxColumns, head, row, 0, full);
 }
 
-// The rows of blocks from `left` on become 0, by a warp: rows that are not the sequence's may be anything, which 0 times
-// is no 0.
+// Zero the rows of blocks from `left` on, by one warp. Rows past the sequence's end may hold inf or NaN, which a factor
+// of 0 does not cancel.
 template <int kBlocks>
-__device__ __forceinline__ void wipe(__nv_bfloat16* to, int left) {
+__device__ __forceinline__ void zero_rows(__nv_bfloat16* to, int left) {
 #pragma unroll 1
-  for (int x = left * kHalf + static_cast<int>(thread_again() % 32) * 8; x < kBlock * kHalf; x += 32 * 8)
+  for (int x = left * kBoxColumns + static_cast<int>(read_tid_x() % 32) * 8; x < kBlock * kBoxColumns; x += 32 * 8)
 #pragma unroll
-    for (int h = 0; h < kBlocks * kParts; ++h)
-      *reinterpret_cast<uint4*>(to + h * kBlock * kHalf + x) = make_uint4(0, 0, 0, 0);
-  shared_written();
+    for (int h = 0; h < kBlocks * kHeadBoxes; ++h)
+      *reinterpret_cast<uint4*>(to + h * kBlock * kBoxColumns + x) = make_uint4(0, 0, 0, 0);
+  fence_proxy_async();
   __syncwarp();
 }
 
-// The warp that has keys and values brought.
-__device__ __forceinline__ void bring_blocks(ByQuery& sh, const CUtensorMap* k, const CUtensorMap* v,
-                                             const Problem& p) {
-  unsigned block = 0, turns = 0;  // blocks of all tiles; that of the tile, and twice that of `on_its_way`
-  for (;; turns ^= 1) {
-    barrier_wait(&sh.found, turns & 1);
-    Tile t = sh.tile[turns & 1];
+// Producer warp of K and V for the dQ kernel.
+__device__ __forceinline__ void load_blocks(DqShared& sh, const CUtensorMap* k, const CUtensorMap* v,
+                                            const Problem& p) {
+  unsigned block = 0, phases = 0;  // block: over all tiles; phases: bit 0 of tile_ready, bit 1 of patch_full
+  for (;; phases ^= 1) {
+    mbarrier_wait(&sh.tile_ready, phases & 1);
+    Tile t = sh.tile[phases & 1];
     __syncwarp();
     if (t.s < 0) return;
-    if (leads_again()) barrier_arrive(&sh.tile_empty);
-    int group = p.heads;  // divided again for each tile
-    asm volatile("" : "+r"(group));
-    int head = t.head / (group / p.kv_heads), end = min(t.q_len, t.first + ByQuery::rows);
+    if (is_leader()) mbarrier_arrive(&sh.tile_empty);
+    int group_size = p.heads;  // the asm keeps the division inside the loop: registers are scarce
+    asm volatile("" : "+r"(group_size));
+    int head = t.head / (group_size / p.kv_heads), end = min(t.q_len, t.first + DqShared::rows);
 #pragma unroll 1
     for (int i = 0; i < end; i += kBlock, ++block) {
-      auto bring = [&](__nv_bfloat16* to, const CUtensorMap* from, uint64_t* empty, unsigned visits, uint64_t* full) {
-        bool whole = t.q_len - i >= kBlock;
-        uint64_t* there = whole ? full : &sh.on_its_way;
-        barrier_wait(empty, visits % 2 ^ 1);
-        if (leads_again()) {
-          barrier_expect(there, kElements * 2);
-          bring_block(to, from, head, t.q0 + i, there);
+      auto load = [&](__nv_bfloat16* to, const CUtensorMap* from, uint64_t* empty, unsigned uses, uint64_t* full) {
+        bool complete = t.q_len - i >= kBlock;
+        uint64_t* full_barrier = complete ? full : &sh.patch_full;
+        mbarrier_wait(empty, uses % 2 ^ 1);
+        if (is_leader()) {
+          mbarrier_expect_tx(full_barrier, kBlockElements * 2);
+          load_block(to, from, head, t.q0 + i, full_barrier);
         }
         __syncwarp();
-        if (!whole) {
-          barrier_wait(there, turns >> 1);
-          turns ^= 2;
-          wipe<1>(to, t.q_len - i);
-          if (leads_again()) barrier_arrive(full);
+        if (!complete) {
+          mbarrier_wait(full_barrier, phases >> 1);
+          phases ^= 2;
+          zero_rows<1>(to, t.q_len - i);
+          if (is_leader()) mbarrier_arrive(full);
         }
       };
-      bring(sh.k[block % 2], k, &sh.k_empty[block % 2], block / 2, &sh.k_full[block % 2]);
-      bring(sh.v, v, &sh.v_empty, block, &sh.v_full);
+      load(sh.k[block % 2], k, &sh.k_empty[block % 2], block / 2, &sh.k_full[block % 2]);
+      load(sh.v, v, &sh.v_empty, block, &sh.v_full);
     }
   }
 }
 
-// The warp that has queries, gradients of the result and their statistics brought.
-__device__ __forceinline__ void bring_blocks(ByKey& sh, const CUtensorMap* q, const CUtensorMap* grad,
-                                             const Problem& p) {
-  unsigned block = 0, turns = 0;
-  for (;; turns ^= 1) {
-    barrier_wait(&sh.found, turns & 1);
-    Tile t = sh.tile[turns & 1];
+// Producer warp of Q, dO and their statistics for the dK/dV kernel.
+__device__ __forceinline__ void load_blocks(DkvShared& sh, const CUtensorMap* q, const CUtensorMap* grad,
+                                            const Problem& p) {
+  unsigned block = 0, phases = 0;
+  for (;; phases ^= 1) {
+    mbarrier_wait(&sh.tile_ready, phases & 1);
+    Tile t = sh.tile[phases & 1];
     __syncwarp();
     if (t.s < 0) return;
-    if (leads_again()) barrier_arrive(&sh.tile_empty);
+    if (is_leader()) mbarrier_arrive(&sh.tile_empty);
     int group = p.heads / p.kv_heads, head = t.head * group;
 #pragma unroll 1
     for (int last = head + group; head < last; ++head) {
 #pragma unroll 1
       for (int i = t.first; i < t.q_len; i += kBlock, ++block) {
         int left = t.q_len - i, stage = static_cast<int>(block % 2);
-        uint64_t* there = left >= kBlock ? &sh.full[stage] : &sh.on_its_way;
-        barrier_wait(&sh.empty[stage], block / 2 % 2 ^ 1);
-        if (leads_again()) {
-          int64_t at = (int64_t{head} * p.pads + t.q0 / kStatistics + t.s) * kStatistics + i;
-          barrier_expect(there, 2 * kElements * 2 + 2 * kBlock * 4);
-          bring_block(sh.passes[stage][0], q, head, t.q0 + i, there);
-          bring_block(sh.passes[stage][1], grad, head, t.q0 + i, there);
-          copy_bytes(sh.statistics[stage][0], p.shift + at, kBlock * 4, there);
-          copy_bytes(sh.statistics[stage][1], p.delta + at, kBlock * 4, there);
+        uint64_t* full_barrier = left >= kBlock ? &sh.full[stage] : &sh.patch_full;
+        mbarrier_wait(&sh.empty[stage], block / 2 % 2 ^ 1);
+        if (is_leader()) {
+          int64_t at = (int64_t{head} * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + i;
+          mbarrier_expect_tx(full_barrier, 2 * kBlockElements * 2 + 2 * kBlock * 4);
+          load_block(sh.streamed[stage][0], q, head, t.q0 + i, full_barrier);
+          load_block(sh.streamed[stage][1], grad, head, t.q0 + i, full_barrier);
+          tma_load_1d(sh.statistics[stage][0], p.shift + at, kBlock * 4, full_barrier);
+          tma_load_1d(sh.statistics[stage][1], p.delta + at, kBlock * 4, full_barrier);
         }
         __syncwarp();
         if (left < kBlock) {
-          barrier_wait(there, turns >> 1);
-          turns ^= 2;
-          wipe<2>(sh.passes[stage][0], left);
-          if (leads_again()) barrier_arrive(&sh.full[stage]);
+          mbarrier_wait(full_barrier, phases >> 1);
+          phases ^= 2;
+          zero_rows<2>(sh.streamed[stage][0], left);
+          if (is_leader()) mbarrier_arrive(&sh.full[stage]);
         }
       }
     }
   }
 }
 
-// Begins d = a . b^T of 64 rows of heads each, of which the next 64 elements of a lie `rows` rows further.
+// Issue d = a b^T over the head dimension; a's 64-column boxes are kRows rows apart.
 template <int kRows>
-__device__ __forceinline__ void multiply_heads(float (&d)[32], uint64_t a, uint64_t b) {
-  constexpr int part = kRows * kHalf * 2 >> 4, block_part = kBlock * kHalf * 2 >> 4;
-  products_begin();
+__device__ __forceinline__ void start_head_gemm(float (&d)[32], uint64_t a, uint64_t b) {
+  constexpr int part = kRows * kBoxColumns * 2 >> 4, block_part = kBlock * kBoxColumns * 2 >> 4;
+  warpgroup_arrive();
 #pragma unroll
   for (int j = 0; j < kDim / 16; ++j)
-    multiply<false, false>(d, a + j / 4 * part + j % 4 * kNext<false>, b + j / 4 * block_part + j % 4 * kNext<false>,
-                           j > 0);
-  products_end();
+    wgmma<false, false>(d, a + j / 4 * part + j % 4 * kDescriptorStep<false>,
+                        b + j / 4 * block_part + j % 4 * kDescriptorStep<false>, j > 0);
+  warpgroup_commit();
 }
 
-// Begins d += a . b of a block b of rows.
-__device__ __forceinline__ void add_rows(float (&d)[kSums], const uint32_t (&a)[4][4], uint64_t b) {
-  products_begin();
+// Issue d += a b, with `a` in registers and a block of 64 rows as b.
+__device__ __forceinline__ void accumulate_rows(float (&d)[kAccCount], const uint32_t (&a)[4][4], uint64_t b) {
+  warpgroup_arrive();
 #pragma unroll
-  for (int j = 0; j < 4; ++j) multiply<false, true>(__nv_bfloat16(), d, a[j], b + j * kNext<true>, true);
-  products_end();
+  for (int j = 0; j < 4; ++j) wgmma<false, true>(__nv_bfloat16(), d, a[j], b + j * kDescriptorStep<true>, true);
+  warpgroup_commit();
 }
 
-// Of 64 rows: nothing yet; here, and not where products are under way.
-__device__ __forceinline__ void clear(float (&d)[kSums]) {
+// Set the accumulators to zero before any wgmma is in flight.
+__device__ __forceinline__ void clear(float (&d)[kAccCount]) {
 #pragma unroll
-  for (int x = 0; x < kSums; ++x) d[x] = 0;
-  products_taken(d);
+  for (int x = 0; x < kAccCount; ++x) d[x] = 0;
+  warpgroup_fence_operand(d);
 }
 
-// A group's 64 rows of d to `out`, [.., stride heads, kDim], as far as they are of the `left` ones.
-__device__ __forceinline__ void store(const float (&d)[kSums], void* out, int64_t first, int stride, int left) {
+// Store a warpgroup's rows of d below `left` to `out`, whose rows are `stride` heads apart.
+__device__ __forceinline__ void store_tile(const float (&d)[kAccCount], void* out, int64_t first, int stride,
+                                           int left) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    int row = row_again() + 8 * h;
-    store_row<kSums>(d, h, static_cast<__nv_bfloat16*>(out) + (first + int64_t{row} * stride) * kDim, row < left);
+    int row = thread_row() + 8 * h;
+    store_row<kAccCount>(d, h, static_cast<__nv_bfloat16*>(out) + (first + int64_t{row} * stride) * kDim, row < left);
   }
 }
 
-// A group of four warps and its 64 queries of each tile.
-__device__ __forceinline__ void for_queries(ByQuery& sh, const Problem& p) {
-  constexpr int group_step = 64 * kHalf * 2 >> 4, rows = ByQuery::rows;
+// Consumer warpgroup of the dQ kernel: 64 queries of each tile.
+__device__ __forceinline__ void compute_dq(DqShared& sh, const Problem& p) {
+  constexpr int group_step = 64 * kBoxColumns * 2 >> 4, rows = DqShared::rows;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-  bool leads = threadIdx.x % 32 == 0;
-  constexpr int other = rows * kDim * 2 >> 4;  // from queries to gradients of the result
-  uint64_t q0 = operand<false>(sh.stays[0]) + group * group_step;
-  uint64_t k0 = operand<false>(sh.k[0]), k0_by_row = operand<true>(sh.k[0]), v0 = operand<false>(sh.v);
-  float factor = p.factor, s[32], dp[32], dq[kSums];
+  bool leader = threadIdx.x % 32 == 0;
+  constexpr int grad_offset = rows * kDim * 2 >> 4;  // from Q to dO
+  uint64_t q0 = smem_descriptor<false>(sh.resident[0]) + group * group_step;
+  uint64_t k0 = smem_descriptor<false>(sh.k[0]), k0_transposed = smem_descriptor<true>(sh.k[0]),
+           v0 = smem_descriptor<false>(sh.v);
+  float factor = p.factor, s[32], dp[32], dq[kAccCount];
   uint32_t ds[4][4];
-  unsigned block = 0;  // of all tiles
-  for (int turn = 0;;) {
-    barrier_wait(&sh.tile_full, turn);
-    const Tile& t = sh.tile[turn];  // read again where it is needed: registers are short
-    turn ^= 1;
+  unsigned block = 0;  // over all tiles
+  for (int tile_phase = 0;;) {
+    mbarrier_wait(&sh.tile_full, tile_phase);
+    const Tile& t = sh.tile[tile_phase];  // reread where needed: registers are scarce
+    tile_phase ^= 1;
     if (t.s < 0) return;
     int begin = t.first + group * 64, n = begin < t.q_len ? begin / kBlock + 1 : 0;
-    int all = blocks(min(t.q_len, t.first + rows));
+    int tile_blocks = block_count(min(t.q_len, t.first + rows));
     float shift[2], delta[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      int place = begin + row_again() + 8 * h;
-      int64_t at = (int64_t{t.head} * p.pads + t.q0 / kStatistics + t.s) * kStatistics + place;
-      shift[h] = place < t.q_len ? p.shift[at] : 0.0f;
-      delta[h] = place < t.q_len ? p.delta[at] : 0.0f;
+      int query = begin + thread_row() + 8 * h;
+      int64_t at = (int64_t{t.head} * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + query;
+      shift[h] = query < t.q_len ? p.shift[at] : 0.0f;
+      delta[h] = query < t.q_len ? p.delta[at] : 0.0f;
     }
-    auto wait_for_keys = [&] { barrier_wait(&sh.k_full[block % 2], block / 2 % 2); };
-    auto wait_for_values = [&] { barrier_wait(&sh.v_full, block % 2); };
-    auto keys_taken = [&](unsigned block) {
-      if (leads) barrier_arrive(&sh.k_empty[block % 2]);
+    auto wait_for_keys = [&] { mbarrier_wait(&sh.k_full[block % 2], block / 2 % 2); };
+    auto wait_for_values = [&] { mbarrier_wait(&sh.v_full, block % 2); };
+    auto release_keys = [&](unsigned block) {
+      if (leader) mbarrier_arrive(&sh.k_empty[block % 2]);
     };
-    auto values_taken = [&] {
-      if (leads) barrier_arrive(&sh.v_empty);
+    auto release_values = [&] {
+      if (leader) mbarrier_arrive(&sh.v_empty);
     };
-    auto tile_taken = [&] {
-      if (leads) barrier_arrive(&sh.tile_empty);
+    auto release_tile = [&] {
+      if (leader) mbarrier_arrive(&sh.tile_empty);
     };
-    auto multiply_next = [&] {  // begins the scores, and the product of the result's gradient and the values
+    auto start_next = [&] {  // issues S = Q K^T and dP = dO V^T
       wait_for_keys();
-      multiply_heads<rows>(s, again(q0), k0 + block % 2 * kBlockStep);
+      start_head_gemm<rows>(s, opaque(q0), k0 + block % 2 * kBlockStep);
       wait_for_values();
-      multiply_heads<rows>(dp, again(q0) + other, v0);
+      start_head_gemm<rows>(dp, opaque(q0) + grad_offset, v0);
     };
     clear(dq);
     if (n) {
-      multiply_next();
+      start_next();
 #pragma unroll 1
       for (int i = 0;;) {
-        products_wait<1>();
-        products_taken(s);
-        if (i) keys_taken(block - 1);
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(s);
+        if (i) release_keys(block - 1);
 #pragma unroll
-        for (int x = 0; x < 32; ++x) s[x] = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
-        if (i + 1 == n) {  // keys behind the query
+        for (int x = 0; x < 32; ++x) s[x] = exp2_approx(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
+        if (i + 1 == n) {  // causal mask: keys after the query
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            int last = row_again() + 8 * h - column_again();
+            int last = thread_row() + 8 * h - thread_column();
 #pragma unroll
             for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -255,88 +261,89 @@ __device__ __forceinline__ void for_queries(ByQuery& sh, const Problem& p) {
                 if (8 * j + e > last) s[4 * j + 2 * h + e] = 0;
           }
         }
-        products_wait<0>();
-        products_taken(dp);
-        values_taken();
-        if (i + 1 == n) tile_taken();
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(dp);
+        release_values();
+        if (i + 1 == n) release_tile();
 #pragma unroll
         for (int x = 0; x < 32; ++x) s[x] = s[x] * (dp[x] - delta[x / 2 % 2]);
-        round(s, ds);
-        add_rows(dq, ds, k0_by_row + block % 2 * kBlockStep);
+        pack_operand(s, ds);
+        accumulate_rows(dq, ds, k0_transposed + block % 2 * kBlockStep);
         ++block;
         if (++i == n) break;
-        multiply_next();
+        start_next();
       }
-      products_wait<0>();
-      products_taken(dq);
-      keys_taken(block - 1);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(dq);
+      release_keys(block - 1);
     } else {
       __syncwarp();
-      tile_taken();
+      release_tile();
     }
 #pragma unroll 1
-    for (int i = n; i < all; ++i, ++block) {  // other groups' blocks
+    for (int i = n; i < tile_blocks; ++i, ++block) {  // blocks that the other warpgroup attends to: release them unused
       wait_for_keys();
       __syncwarp();
-      keys_taken(block);
+      release_keys(block);
       wait_for_values();
       __syncwarp();
-      values_taken();
+      release_values();
     }
 #pragma unroll
-    for (int x = 0; x < kSums; ++x) dq[x] = dq[x] * p.scale;
-    store(dq, p.dq, (int64_t{t.q0} + begin) * p.heads + t.head, p.heads, t.q_len - begin);
+    for (int x = 0; x < kAccCount; ++x) dq[x] = dq[x] * p.scale;
+    store_tile(dq, p.dq, (int64_t{t.q0} + begin) * p.heads + t.head, p.heads, t.q_len - begin);
   }
 }
 
-// A group of four warps: the probabilities of each tile of 64 keys, and the gradients of its values; or, kOfKeys, those of
-// its keys.
-template <bool kOfKeys>
-__device__ __forceinline__ void for_keys(ByKey& sh, const Problem& p) {
-  bool leads = threadIdx.x % 32 == 0;
-  uint64_t still = operand<false>(sh.stays[kOfKeys]), passing = operand<false>(sh.passes[0][kOfKeys]);
-  uint64_t summed = operand<true>(sh.passes[0][!kOfKeys]);
-  float factor = p.factor, s[32], sums[kSums];  // s: of the other group, dP
+// Consumer warpgroup of the dK/dV kernel, for a tile of 64 keys: computes the probabilities and dV, or, kDk, computes
+// dP and dK.
+template <bool kDk>
+__device__ __forceinline__ void compute_dkv(DkvShared& sh, const Problem& p) {
+  bool leader = threadIdx.x % 32 == 0;
+  uint64_t resident_operand = smem_descriptor<false>(sh.resident[kDk]),
+           streamed_operand = smem_descriptor<false>(sh.streamed[0][kDk]);
+  uint64_t reduced_operand = smem_descriptor<true>(sh.streamed[0][!kDk]);
+  float factor = p.factor, s[32], acc[kAccCount];  // s: S^T, in the dK warpgroup dP^T
   uint32_t a[4][4];
-  unsigned block = 0;  // of all tiles
-  for (int turn = 0;;) {
-    barrier_wait(&sh.tile_full, turn);
-    const Tile& t = sh.tile[turn];
-    turn ^= 1;
+  unsigned block = 0;  // over all tiles
+  for (int tile_phase = 0;;) {
+    mbarrier_wait(&sh.tile_full, tile_phase);
+    const Tile& t = sh.tile[tile_phase];
+    tile_phase ^= 1;
     if (t.s < 0) return;
-    int all = blocks(t.q_len - t.first), n = p.heads / p.kv_heads * all, diagonal = 0;
-    auto taken = [&](unsigned block) {
-      if (leads) barrier_arrive(&sh.empty[block % 2]);
+    int tile_blocks = block_count(t.q_len - t.first), n = p.heads / p.kv_heads * tile_blocks, diagonal = 0;
+    auto release = [&](unsigned block) {
+      if (leader) mbarrier_arrive(&sh.empty[block % 2]);
     };
-    clear(sums);
+    clear(acc);
 #pragma unroll 1
     for (int i = 0; i < n; ++i, ++block) {
       int stage = static_cast<int>(block % 2), phase = static_cast<int>(block / 2 % 2);
-      barrier_wait(&sh.full[stage], phase);
-      multiply_heads<kBlock>(s, still, passing + stage * 2 * kBlockStep);
-      products_wait<1>();
-      if (i) taken(block - 1);
-      products_wait<0>();
-      products_taken(s);
-      products_taken(sums);
-      if (i + 1 == n && leads) barrier_arrive(&sh.tile_empty);
-      const float* statistics = sh.statistics[stage][kOfKeys] + column_again();
-      float4* shared = &sh.probability[stage][0][thread_again() % 128];
-      if constexpr (!kOfKeys) {
+      mbarrier_wait(&sh.full[stage], phase);
+      start_head_gemm<kBlock>(s, resident_operand, streamed_operand + stage * 2 * kBlockStep);
+      warpgroup_wait<1>();
+      if (i) release(block - 1);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(s);
+      warpgroup_fence_operand(acc);
+      if (i + 1 == n && leader) mbarrier_arrive(&sh.tile_empty);
+      const float* statistics = sh.statistics[stage][kDk] + thread_column();
+      float4* exchange = &sh.probability[stage][0][read_tid_x() % 128];
+      if constexpr (!kDk) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          float2 of = *reinterpret_cast<const float2*>(statistics + 8 * j);
+          float2 pair = *reinterpret_cast<const float2*>(statistics + 8 * j);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            s[4 * j + 2 * h] = power_of_2(__fmaf_rn(s[4 * j + 2 * h], factor, of.x));
-            s[4 * j + 2 * h + 1] = power_of_2(__fmaf_rn(s[4 * j + 2 * h + 1], factor, of.y));
+            s[4 * j + 2 * h] = exp2_approx(__fmaf_rn(s[4 * j + 2 * h], factor, pair.x));
+            s[4 * j + 2 * h + 1] = exp2_approx(__fmaf_rn(s[4 * j + 2 * h + 1], factor, pair.y));
           }
         }
-        if (i == diagonal) {  // queries before the key
-          diagonal += all;
+        if (i == diagonal) {  // causal mask: queries before the key
+          diagonal += tile_blocks;
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            int first = row_again() + 8 * h - column_again();
+            int first = thread_row() + 8 * h - thread_column();
 #pragma unroll
             for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -344,54 +351,53 @@ __device__ __forceinline__ void for_keys(ByKey& sh, const Problem& p) {
                 if (8 * j + e < first) s[4 * j + 2 * h + e] = 0;
           }
         }
-        barrier_wait(&sh.taken[stage], phase ^ 1);
+        mbarrier_wait(&sh.probability_empty[stage], phase ^ 1);
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-          shared[j * 128] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+        for (int j = 0; j < 8; ++j) exchange[j * 128] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
         __syncwarp();
-        if (leads) barrier_arrive(&sh.given[stage]);
+        if (leader) mbarrier_arrive(&sh.probability_full[stage]);
       } else {
-        barrier_wait(&sh.given[stage], phase);
+        mbarrier_wait(&sh.probability_full[stage], phase);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          float2 of = *reinterpret_cast<const float2*>(statistics + 8 * j);
-          float4 probability = shared[j * 128];
-          s[4 * j] = probability.x * (s[4 * j] - of.x);
-          s[4 * j + 1] = probability.y * (s[4 * j + 1] - of.y);
-          s[4 * j + 2] = probability.z * (s[4 * j + 2] - of.x);
-          s[4 * j + 3] = probability.w * (s[4 * j + 3] - of.y);
+          float2 pair = *reinterpret_cast<const float2*>(statistics + 8 * j);
+          float4 probability = exchange[j * 128];
+          s[4 * j] = probability.x * (s[4 * j] - pair.x);
+          s[4 * j + 1] = probability.y * (s[4 * j + 1] - pair.y);
+          s[4 * j + 2] = probability.z * (s[4 * j + 2] - pair.x);
+          s[4 * j + 3] = probability.w * (s[4 * j + 3] - pair.y);
         }
         __syncwarp();
-        if (leads) barrier_arrive(&sh.taken[stage]);
+        if (leader) mbarrier_arrive(&sh.probability_empty[stage]);
       }
-      round(s, a);
-      add_rows(sums, a, summed + stage * 2 * kBlockStep);
+      pack_operand(s, a);
+      accumulate_rows(acc, a, reduced_operand + stage * 2 * kBlockStep);
     }
-    products_wait<0>();
-    products_taken(sums);
-    taken(block - 1);
-    if constexpr (kOfKeys)
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(acc);
+    release(block - 1);
+    if constexpr (kDk)
 #pragma unroll
-      for (int x = 0; x < kSums; ++x) sums[x] = sums[x] * p.scale;
-    store(sums, kOfKeys ? p.dk : p.dv, (int64_t{t.q0} + t.first) * p.kv_heads + t.head, p.kv_heads, t.q_len - t.first);
+      for (int x = 0; x < kAccCount; ++x) acc[x] = acc[x] * p.scale;
+    store_tile(acc, kDk ? p.dk : p.dv, (int64_t{t.q0} + t.first) * p.kv_heads + t.head, p.kv_heads, t.q_len - t.first);
   }
 }
 
-__device__ __forceinline__ void compute(ByQuery& sh, const Problem& p) { for_queries(sh, p); }
+__device__ __forceinline__ void compute(DqShared& sh, const Problem& p) { compute_dq(sh, p); }
 
-__device__ __forceinline__ void compute(ByKey& sh, const Problem& p) {
+__device__ __forceinline__ void compute(DkvShared& sh, const Problem& p) {
   if (threadIdx.x / 128 == 1)
-    for_keys<false>(sh, p);
+    compute_dkv<false>(sh, p);
   else
-    for_keys<true>(sh, p);
+    compute_dkv<true>(sh, p);
 }
 
 }  // namespace
 }  // namespace alignkit
 
-// Of heads of 256. Returns a cudaError_t.
+// Run the backward pass for head dimension 256. Returns a cudaError_t.
 extern "C" int alignkit_attention_backward_256(const AlignkitAttentionBackward* p, cudaStream_t stream) {
   if (p->dim != alignkit::kDim || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads)
     return cudaErrorInvalidValue;
-  return alignkit::launch_both<alignkit::ByQuery, alignkit::ByKey>(*p, stream);
+  return alignkit::launch_both<alignkit::DqShared, alignkit::DkvShared>(*p, stream);
 }

@@ -1,43 +1,46 @@
-// Causal attention, forward: packed sequences of a training batch, and sequences of a paged cache that have many
-// queries.
+// Causal attention, forward: packed training sequences, and sequences of a paged KV cache with many queries (prefill).
 //
-// A tile is 64 rows for each group of warps that computes: positions of one head, or fewer positions of the heads of a
-// group beside each other. Three warps have the copy engine bring the tile's queries, and keys and values in blocks of 128
-// positions.
+// Tile: 64 rows for each of two or three consumer warpgroups. A row is one query of one head. A tile holds the queries
+// of one head, or the same queries of all heads of a GQA group (`together`).
 //
-// A group has the tensor core compute its sums of values of a block, then its scores of the next one. Meanwhile another
-// group makes probabilities of its scores; they take turns. So those must be few instructions: a multiplication, a power
-// of 2 and half a conversion each. Their maximum is not looked for, and their sum is that of a column of ones beside the
-// values. (Heads of 256 leave no registers for scores beside sums and probabilities: there scores begin when the sums are
-// done.)
+// Warp specialization: three producer warps issue TMA loads, one for queries, one for keys, one for values, in blocks
+// of 128 keys. The query warp also schedules the tiles. The consumer warpgroups alternate on the tensor core
+// (FlashAttention-3's ping-pong): a warpgroup issues P V of a block and Q K^T of the next block, then computes its
+// softmax while the other warpgroups' GEMMs run. Softmax costs one multiply-add, one exp2 and half a conversion per
+// score. It skips the running maximum in most blocks, and the row sum comes from a column of ones beside V. At head
+// dimension 256, scores and accumulators do not fit in registers together, so Q K^T starts after P V is done.
 //
-// Tiles are dealt out to as many blocks of threads as there are multiprocessors, those with most keys first, in turns
-// that go to and fro. Lengths are read on the device.
+// Order of summation: a leaf is 512 keys from position 0, visited in ascending blocks of 128. Q K^T is a chain over the
+// head dimension, P V a chain over the leaf's keys. Leaves are merged in ascending order in fp32.
+//
+// Launch: one persistent CTA per SM, (warpgroups + 1) * 128 threads. The CTAs take the tiles in snake order, most keys
+// first. Sequence lengths are read on the device, so a CUDA graph can be replayed with other lengths.
 #include <algorithm>
 
 #include "../../interface.h"
-#include "../ptx/barrier.cuh"
-#include "../ptx/copy.cuh"
-#include "../ptx/dependent_launch.cuh"
 #include "../ptx/exponential.cuh"
+#include "../ptx/mbarrier.cuh"
 #include "../ptx/memory.cuh"
 #include "../ptx/pack.cuh"
+#include "../ptx/pdl.cuh"
 #include "../ptx/thread.cuh"
+#include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "heads.cuh"
 
 struct AlignkitAttention {
   AlignkitHeads q, k, v;
-  void* out;      // [tokens, heads, dim]
-  float* shift;   // statistics for the backward pass, [heads, pads * 128]; null: they are not kept
-  AlignkitInts starts, kv_len, table;  // the latter two of paged sequences
-  int64_t table_row, kv_rows;          // rows of k
-  int page, width;                     // rows of a page, 0: k is packed as q is; pages of a sequence at most
-  // Left out are paged sequences of at most `most` queries, and those of at most `few` behind at least `far` positions.
+  void* out;                           // [tokens, heads, dim]
+  float* shift;                        // statistics for the backward pass, [heads, pads * 128]; null: not saved
+  AlignkitInts starts, kv_len, table;  // kv_len and table: paged sequences only
+  int64_t table_row, kv_rows;          // row stride of the block table; rows of k
+  int page, width;                     // rows per page, 0: k is packed like q; pages per row of the block table
+  // Skipped (the decode kernel computes them): paged sequences of at most `most` queries, and paged sequences of at
+  // most `few` queries after at least `far` cached positions.
   int most, few, far;
   int tokens, sequences, heads, kv_heads, dim, pads;
-  int together;  // heads of a tile: one, or all of a group
-  float factor;  // of scores, for powers of 2
+  int together;  // heads per tile: 1, or the size of the GQA group
+  float factor;  // scale of scores times log2(e)
 };
 
 ALIGNKIT_LAYOUT(AlignkitInts, data, wide)
@@ -49,73 +52,79 @@ namespace alignkit {
 namespace {
 
 struct Problem : AlignkitAttention {
-  int part_rows;   // rows of keys that lie in one page
-  int positions;   // of a tile
-  int reciprocal;  // of `together`, times 2^16
-  int shared;      // heads of q that share one of k
-  float4* joined;  // see Plan: what lies in memory, for each block of threads
+  int box_rows;     // rows of a K/V TMA box, all in one page
+  int positions;    // per tile
+  int reciprocal;   // floor(2^16 / together) + 1
+  int gqa_group;    // query heads per KV head
+  float4* scratch;  // merged accumulators in global memory, see Plan
 
-  // The position of a tile's row; there are few rows.
+  // Return row / together, exact for the rows of a tile.
   __device__ int position_of(int row) const { return row * reciprocal >> 16; }
 };
 
-constexpr int kKeys = 128;          // of a block
-constexpr int kLeaf = 512 / kKeys;  // blocks of a leaf
-// A probability is 2^-31 where a score is what scores are measured by: the leaf's first, and where a rounded one would be 2
-// or more, as the uppermost bit of its exponent says, the greatest of that block.
-constexpr float kReserve = 31;
-constexpr uint32_t kTooGreat = 0x40004000;  // of two rounded ones
+constexpr int kKeys = 128;          // contract: keys per block (SM90.kv_block)
+constexpr int kLeaf = 512 / kKeys;  // contract: blocks per leaf (SM90.kv_leaf)
+// A probability is exp2(score * factor + shift). It is 2^-31 at the reference score, which is the leaf's first score.
+// If a rounded probability of a block reaches 2, the row's maximum in that block becomes the reference.
+constexpr float kReserve = 31;              // contract: exponent offset of probabilities (SM90.reserve)
+constexpr uint32_t kAtLeast2 = 0x40004000;  // contract: the top exponent bit of two packed bf16, set from 2 on
 constexpr float kInfinity = __builtin_huge_valf();
 
-// Whether a probability is.
-__device__ __forceinline__ bool too_great(float power) {
-  return (pack<__nv_bfloat16>(power, 0.0f) & kTooGreat) != 0;
+// Return whether the probability, rounded to bf16, is at least 2 (or NaN).
+__device__ __forceinline__ bool at_least_2(float probability) {
+  return (pack<__nv_bfloat16>(probability, 0.0f) & kAtLeast2) != 0;
 }
 
-// What is added to scores of the leaves before and of the next one together, from what is added to those of each; `before`
-// and `after` are what multiplies the sums of each.
-__device__ __forceinline__ float meet(float of_those, float of_next, float& before, float& after) {
-  float to = of_those - of_next <= kReserve ? of_those : of_next;
-  before = power_of_2(to - of_those);
-  after = power_of_2(to - of_next);
-  return to;
+// Return the shift that the merged leaves and the next leaf have in common, given the shift of each; set the factor of
+// each one's accumulators.
+__device__ __forceinline__ float merge_softmax_state(float merged, float leaf, float& merged_scale, float& leaf_scale) {
+  float shift = merged - leaf <= kReserve ? merged : leaf;
+  merged_scale = exp2_approx(shift - merged);
+  leaf_scale = exp2_approx(shift - leaf);
+  return shift;
 }
 
-// What depends on the length of a head: how many groups of 64 rows there are, how many blocks of keys are on their way,
-// registers of threads that bring them and that compute, and how many of its sums over the leaves before a thread has in
-// registers; the others lie in shared memory, but `elsewhere` vectors of four, which lie in memory. ahead: a block's
-// scores begin before the sums of the block before are done; it takes registers for both.
+// schedule: tuning by head dimension.
+// - groups: consumer warpgroups; stages: K/V pipeline depth; *_registers: per thread, for setmaxnreg.
+// - merged_registers: accumulators merged over finished leaves that a thread keeps in registers; merged_global: float4
+//   vectors of these in global memory. The rest is in shared memory.
+// - intra_overlap: Q K^T of a block is issued before P V of the previous block is done (FlashAttention-3's
+//   intra-warpgroup overlap). It needs registers for both.
 template <int kDim>
 struct Plan;
 
 template <>
 struct Plan<256> {
-  static constexpr int groups = 2, stages = 1, few = 40, many = 232, held = 0, elsewhere = 25;
-  static constexpr bool ahead = false;
+  static constexpr int groups = 2, stages = 1, producer_registers = 40, consumer_registers = 232;
+  static constexpr int merged_registers = 0, merged_global = 25;
+  static constexpr bool intra_overlap = false;
 };
 
 template <>
 struct Plan<128> {
-  static constexpr int groups = 2, stages = 2, few = 40, many = 232, held = 56, elsewhere = 0;
-  static constexpr bool ahead = true;
+  static constexpr int groups = 2, stages = 2, producer_registers = 40, consumer_registers = 232;
+  static constexpr int merged_registers = 56, merged_global = 0;
+  static constexpr bool intra_overlap = true;
 };
 
 template <>
 struct Plan<96> {
-  static constexpr int groups = 2, stages = 2, few = 40, many = 232, held = 48, elsewhere = 0;
-  static constexpr bool ahead = true;
+  static constexpr int groups = 2, stages = 2, producer_registers = 40, consumer_registers = 232;
+  static constexpr int merged_registers = 48, merged_global = 0;
+  static constexpr bool intra_overlap = true;
 };
 
 template <>
 struct Plan<64> {
-  static constexpr int groups = 3, stages = 3, few = 32, many = 160, held = 0, elsewhere = 0;
-  static constexpr bool ahead = true;
+  static constexpr int groups = 3, stages = 3, producer_registers = 32, consumer_registers = 160;
+  static constexpr int merged_registers = 0, merged_global = 0;
+  static constexpr bool intra_overlap = true;
 };
 
 struct Tile {
-  int s;  // the sequence; -1: there are no more tiles
+  int s;  // sequence; -1: no tile left
   int q0, q_len, context;
-  int first;  // position among the queries
+  int first;  // index of the tile's first query in the sequence
   int head;
 };
 
@@ -123,48 +132,52 @@ template <int kDim>
 struct Shared {
   using Plan = alignkit::Plan<kDim>;
   static constexpr int groups = Plan::groups, stages = Plan::stages, rows = groups * 64, threads = (groups + 1) * 128;
-  static_assert(kRegistersSuffice<Plan::few, Plan::many, groups>);
-  static constexpr int halves = kHalves<kDim>, width = halves * kHalf;
-  // Ones are beside the values: a half of their own, or in the part of the last half that no values take. Where a product
-  // has no columns left, apart.
-  static constexpr bool ones_within = kDim % kHalf != 0, ones_apart = kDim == 256;
-  static constexpr int ones = (ones_within ? 0 : ones_apart ? 16 : kKeys) * kHalf;  // elements
-  // A thread's sums of values, and how many vectors of those over the leaves before lie in shared memory.
-  static constexpr int sums = kDim / 2, parked = (sums - Plan::held) / 4 - Plan::elsewhere;
+  static_assert(kRegistersFit<Plan::producer_registers, Plan::consumer_registers, groups>);
+  static constexpr int boxes = kBoxesPerHead<kDim>, width = boxes * kBoxColumns;
+  // The ones that sum the probabilities: a swizzled column box of their own after V, or the unused columns of V's last
+  // box. At dim 256 the wgmma has no columns left, so a second wgmma of 8 columns takes them.
+  static constexpr bool ones_within = kDim % kBoxColumns != 0, ones_separate = kDim == 256;
+  static constexpr int ones = (ones_within ? 0 : ones_separate ? 16 : kKeys) * kBoxColumns;  // elements
+  static constexpr int acc_count = kDim / 2;  // output accumulators of a thread
+  // float4 vectors of a thread's merged accumulators in shared memory.
+  static constexpr int merged_shared = (acc_count - Plan::merged_registers) / 4 - Plan::merged_global;
   __nv_bfloat16 q[rows * width];
   __nv_bfloat16 k[stages][kKeys * width];
   __nv_bfloat16 v[stages][kKeys * width + ones];
-  float4 joined[parked > 0 ? parked : 1][groups * 128];  // of each thread, its sums over the leaves before
-  // Of the two rows that four lanes share, over the leaves before: what is added to a score, and the sum of probabilities.
-  alignas(16) float2 whole[groups * 32][2];
-  Tile tile[2];  // in turn: one is read while the next is found
-  uint64_t found, q_full, q_empty, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
-  uint64_t on_its_way;  // values of which the producer has to wipe out rows, or to write ones beside them
+  // Accumulators merged over finished leaves, by vector and thread.
+  float4 merged[merged_shared > 0 ? merged_shared : 1][groups * 128];
+  // Softmax state of finished leaves, for each of the two rows that four lanes share: shift, and sum of probabilities.
+  alignas(16) float2 row_state[groups * 32][2];
+  Tile tile[2];  // double-buffered: the scheduler writes one while consumers read the other
+  uint64_t tile_ready, q_full, q_empty, k_full[stages], k_empty[stages], v_full[stages], v_empty[stages];
+  uint64_t patch_full;  // full barrier of a V stage that the producer patches first: rows to zero, or ones to write
 };
 
-// How many blocks of keys the queries of a group see; 0: it has none.
-__device__ __forceinline__ int blocks_of(const Problem& p, const Tile& t, int group) {
+// Return the number of key blocks that a warpgroup's queries attend to; 0: it has no queries.
+__device__ __forceinline__ int group_blocks(const Problem& p, const Tile& t, int group) {
   int begin = t.first + p.position_of(group * 64);
   int last = min(t.q_len - 1, t.first + min(p.position_of(group * 64 + 63), p.positions - 1));
   return begin < t.q_len ? (t.context + last) / kKeys + 1 : 0;
 }
 
+// Return the number of key blocks that any warpgroup of the tile attends to.
 template <int kGroups>
-__device__ __forceinline__ int blocks_of_any(const Problem& p, const Tile& t) {
-  int most = 0;
+__device__ __forceinline__ int tile_blocks(const Problem& p, const Tile& t) {
+  int count = 0;
 #pragma unroll 1
-  for (int group = 0; group < kGroups; ++group) most = max(most, blocks_of(p, t, group));
-  return most;
+  for (int group = 0; group < kGroups; ++group) count = max(count, group_blocks(p, t, group));
+  return count;
 }
 
-// The tiles of a block of threads, found by a whole warp. Tile j of a sequence is at level context / positions + j,
-// which is about the number of its keys; tiles are counted level by level, the last one first.
-struct Walk {
+// The tile scheduler of a CTA, run by one warp.
+// Tile j of a sequence has level context / positions + j, roughly its number of keys. Tiles are numbered level by
+// level, the highest level first. The CTA takes one tile per wave of gridDim.x tiles, in snake order.
+struct TileScheduler {
   const Problem& p;
-  int slots, level = -1, base = 0, turn = 0, before = 0;
-  int q0, q_len, context, low, high;  // of the lane's sequence, the latter two its levels
+  int head_tiles, level = -1, base = 0, wave = 0, tiles_before = 0;
+  int q0, q_len, context, low, high;  // lane's sequence; its levels are [low, high)
 
-  __device__ Walk(const Problem& p) : p(p), slots(p.heads / p.together) {
+  __device__ TileScheduler(const Problem& p) : p(p), head_tiles(p.heads / p.together) {
     int top = 0;
 #pragma unroll 1
     for (base = 0; base < p.sequences; base += 32) {
@@ -177,17 +190,17 @@ struct Walk {
     read();
   }
 
-  __device__ int lane() const { return static_cast<int>(thread_again() % 32); }  // there are few registers
+  __device__ int lane() const { return static_cast<int>(read_tid_x() % 32); }  // recomputed: registers are scarce
 
-  // The sequence base + lane.
+  // Load sequence base + lane.
   __device__ void read() {
     int s = base + lane();
     low = high = 0;
     if (s >= p.sequences) return;
-    rows_of(p.starts, s, p.tokens, q0, q_len);
+    sequence_rows(p.starts, s, p.tokens, q0, q_len);
     context = 0;
     if (p.page) {
-      int64_t length = at(p.kv_len, s);
+      int64_t length = load_int(p.kv_len, s);
       if (length < q_len || length > int64_t{p.width} * p.page) return;
       if (q_len <= p.most || (q_len <= p.few && length - q_len >= p.far)) return;
       context = static_cast<int>(length) - q_len;
@@ -197,26 +210,26 @@ struct Walk {
   }
 
   __device__ Tile next() {
-    int target = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    ++turn;
+    int target = wave * gridDim.x + (wave % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    ++wave;
 #pragma unroll 1
     while (level >= 0) {
-      bool here = low <= level && level < high;
-      unsigned all = __ballot_sync(~0u, here);
-      int behind = before + __popc(all) * slots;
-      if (target < behind) {
-        int i = target - before, wanted = i / slots;
-        int from = __ffs(__ballot_sync(~0u, here && __popc(all & ((1u << lane()) - 1)) == wanted)) - 1;
+      bool active = low <= level && level < high;
+      unsigned active_lanes = __ballot_sync(~0u, active);
+      int tiles_through = tiles_before + __popc(active_lanes) * head_tiles;
+      if (target < tiles_through) {
+        int i = target - tiles_before, nth = i / head_tiles;
+        int source = __ffs(__ballot_sync(~0u, active && __popc(active_lanes & ((1u << lane()) - 1)) == nth)) - 1;
         Tile t;
-        t.s = base + from;
-        t.q0 = __shfl_sync(~0u, q0, from);
-        t.q_len = __shfl_sync(~0u, q_len, from);
-        t.context = __shfl_sync(~0u, context, from);
-        t.first = (level - __shfl_sync(~0u, low, from)) * p.positions;
-        t.head = i % slots * p.together;
+        t.s = base + source;
+        t.q0 = __shfl_sync(~0u, q0, source);
+        t.q_len = __shfl_sync(~0u, q_len, source);
+        t.context = __shfl_sync(~0u, context, source);
+        t.first = (level - __shfl_sync(~0u, low, source)) * p.positions;
+        t.head = i % head_tiles * p.together;
         return t;
       }
-      before = behind;
+      tiles_before = tiles_through;
       base += 32;
       if (base >= p.sequences) {
         base = 0;
@@ -228,24 +241,24 @@ struct Walk {
   }
 };
 
-// The warp that finds the tiles and has their queries brought, one ahead of those who compute.
+// Tile scheduler and query producer warp; it runs one tile ahead of the consumers.
 template <int kDim>
-__device__ __forceinline__ void bring_queries(Shared<kDim>& sh, const CUtensorMap* q, const Problem& p) {
+__device__ __forceinline__ void load_queries(Shared<kDim>& sh, const CUtensorMap* q, const Problem& p) {
   constexpr int rows = Shared<kDim>::rows;
-  Walk walk(p);
-  for (int turn = 0;; turn ^= 1) {
-    Tile t = walk.next();
-    barrier_wait(&sh.q_empty, turn ^ 1);
+  TileScheduler scheduler(p);
+  for (int slot = 0;; slot ^= 1) {
+    Tile t = scheduler.next();
+    mbarrier_wait(&sh.q_empty, slot ^ 1);
     if (threadIdx.x % 32 == 0) {
-      sh.tile[turn] = t;
-      barrier_arrive(&sh.found);
+      sh.tile[slot] = t;
+      mbarrier_arrive(&sh.tile_ready);
       if (t.s < 0) {
-        barrier_arrive(&sh.q_full);
+        mbarrier_arrive(&sh.q_full);
       } else {
-        barrier_expect(&sh.q_full, p.positions * p.together * Shared<kDim>::width * 2);
+        mbarrier_expect_tx(&sh.q_full, p.positions * p.together * Shared<kDim>::width * 2);
 #pragma unroll
-        for (int h = 0; h < Shared<kDim>::halves; ++h)
-          copy_box(sh.q + h * rows * kHalf, q, h * kHalf, t.head, t.q0 + t.first, 0, &sh.q_full);
+        for (int h = 0; h < Shared<kDim>::boxes; ++h)
+          tma_load(sh.q + h * rows * kBoxColumns, q, h * kBoxColumns, t.head, t.q0 + t.first, 0, &sh.q_full);
       }
     }
     __syncwarp();
@@ -253,87 +266,88 @@ __device__ __forceinline__ void bring_queries(Shared<kDim>& sh, const CUtensorMa
   }
 }
 
-// The values of a block become 0 in the rows from `left` on, by a warp: rows that are not the sequence's may be
-// anything, which 0 times is no 0.
+// Zero the rows of a V block from `left` on, by one warp. Rows past the sequence's end may hold inf or NaN, which a
+// probability of 0 does not cancel.
 template <int kDim>
-__device__ __forceinline__ void wipe(__nv_bfloat16* v, int left, int lane) {
+__device__ __forceinline__ void zero_rows(__nv_bfloat16* v, int left, int lane) {
 #pragma unroll 1
-  for (int x = left * kHalf + lane * 8; x < kKeys * kHalf; x += 32 * 8)
+  for (int x = left * kBoxColumns + lane * 8; x < kKeys * kBoxColumns; x += 32 * 8)
 #pragma unroll
-    for (int h = 0; h < kHalves<kDim>; ++h)
-      *reinterpret_cast<uint4*>(v + h * kKeys * kHalf + x) = make_uint4(0, 0, 0, 0);
+    for (int h = 0; h < kBoxesPerHead<kDim>; ++h)
+      *reinterpret_cast<uint4*>(v + h * kKeys * kBoxColumns + x) = make_uint4(0, 0, 0, 0);
 }
 
-// Eight columns of ones behind the values of a block, by a warp: 16 bytes of each swizzled row of the last half.
+// Write eight columns of ones after the values of a block, by one warp: 16 bytes of each swizzled row of the last box.
 template <int kDim>
 __device__ __forceinline__ void fill_ones(__nv_bfloat16* v, int lane) {
-  constexpr int vector = kDim % kHalf / 8;
+  constexpr int vector = kDim % kBoxColumns / 8;
 #pragma unroll 1
   for (int row = lane; row < kKeys; row += 32)
-    *reinterpret_cast<uint4*>(v + kDim / kHalf * kKeys * kHalf + row * kHalf + (vector ^ row % 8) * 8) =
-        make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
+    *reinterpret_cast<uint4*>(v + kDim / kBoxColumns * kKeys * kBoxColumns + row * kBoxColumns +
+                              (vector ^ row % 8) * 8) = make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
 }
 
-// A warp that has keys brought, or values: a block in parts that lie in one page each, half a head at a time, by a lane
-// each. There are few registers: little is kept, and more found again.
+// K or V producer warp. Each lane loads one TMA box of a block: some rows of one page by 64 columns.
+// Values are recomputed where they are needed, because the producer has few registers.
 template <int kDim, bool kValues>
-__device__ __forceinline__ void bring_rows(Shared<kDim>& sh, const CUtensorMap* map, const Problem& p) {
-  constexpr int stages = Shared<kDim>::stages, halves = Shared<kDim>::halves, row_bytes = Shared<kDim>::width * 2;
+__device__ __forceinline__ void load_kv(Shared<kDim>& sh, const CUtensorMap* map, const Problem& p) {
+  constexpr int stages = Shared<kDim>::stages, boxes = Shared<kDim>::boxes, row_bytes = Shared<kDim>::width * 2;
   constexpr bool ones_within = kValues && Shared<kDim>::ones_within;
-  int part_rows = p.part_rows, parts = kKeys / part_rows, first = threadIdx.x % 32 % parts * part_rows;
-  auto& is_full = kValues ? sh.v_full : sh.k_full;
-  auto& is_empty = kValues ? sh.v_empty : sh.k_empty;
-  uint32_t visited = 0;  // blocks
-  int phases = 0;        // of the tile, and times 2 that of `on_its_way`: one register
-  auto leads = [] { return thread_again() % 32 == 0; };
-  auto half = [&] { return static_cast<int>(thread_again() % 32) / parts; };
+  int box_rows = p.box_rows, row_boxes = kKeys / box_rows, first = threadIdx.x % 32 % row_boxes * box_rows;
+  auto& full_barriers = kValues ? sh.v_full : sh.k_full;
+  auto& empty_barriers = kValues ? sh.v_empty : sh.k_empty;
+  uint32_t issued = 0;  // blocks, over all tiles
+  int phases = 0;       // bit 0: phase of the tile barriers; bit 1: phase of patch_full; packed to save a register
+  auto leader = [] { return read_tid_x() % 32 == 0; };
+  auto column_box = [&] { return static_cast<int>(read_tid_x() % 32) / row_boxes; };
   for (;; phases ^= 1) {
-    barrier_wait(&sh.found, phases % 2);
+    mbarrier_wait(&sh.tile_ready, phases % 2);
     const Tile& t = sh.tile[phases % 2];
     if (t.s < 0) return;
-    int n = blocks_of_any<Shared<kDim>::groups>(p, t), head = t.head / p.shared;
-    auto end = [&] { return t.context + t.q_len; };  // read again, while registers are short
+    int n = tile_blocks<Shared<kDim>::groups>(p, t), head = t.head / p.gqa_group;
+    auto end = [&] { return t.context + t.q_len; };  // reread: registers are scarce
     __syncwarp();
-    if (leads()) barrier_arrive(&sh.q_empty);  // the next tile may be said to be found
+    if (leader()) mbarrier_arrive(&sh.q_empty);  // tile read: the scheduler may publish the next one
     auto row_of = [&](int position) {
       if (!p.page) return t.q0 + position;
       if (position >= end()) return 0;
-      int64_t page = at(p.table, t.s * p.table_row + position / p.page);
+      int64_t page = load_int(p.table, t.s * p.table_row + position / p.page);
       page = min(max(page, int64_t{0}), p.kv_rows / p.page - 1);
       return static_cast<int>(page) * p.page + position % p.page;
     };
     int row = row_of(first);
 #pragma unroll 1
-    for (int i = 0; i < n; ++i, ++visited) {
-      uint32_t stage = visited % stages, phase = visited / stages % 2;
-      int left = end() - i * kKeys, bytes = min(parts, (left + part_rows - 1) / part_rows) * part_rows * row_bytes;
-      bool here = half() < halves && first < left, wipes = kValues && left < kKeys, writes = wipes || ones_within;
-      int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // before it is needed
-      barrier_wait(is_empty + stage, phase ^ 1);
-      uint64_t* full = writes ? &sh.on_its_way : is_full + stage;
-      if (leads()) barrier_expect(full, bytes);
+    for (int i = 0; i < n; ++i, ++issued) {
+      uint32_t stage = issued % stages, phase = issued / stages % 2;
+      int left = end() - i * kKeys, bytes = min(row_boxes, (left + box_rows - 1) / box_rows) * box_rows * row_bytes;
+      bool valid = column_box() < boxes && first < left;
+      bool zeroes = kValues && left < kKeys, patches = zeroes || ones_within;
+      int next_row = i + 1 < n ? row_of((i + 1) * kKeys + first) : 0;  // prefetched block-table lookup
+      mbarrier_wait(empty_barriers + stage, phase ^ 1);
+      uint64_t* full = patches ? &sh.patch_full : full_barriers + stage;
+      if (leader()) mbarrier_expect_tx(full, bytes);
       __syncwarp();
-      __nv_bfloat16* to = (kValues ? sh.v[stage] : sh.k[stage]) + (half() * kKeys + first) * kHalf;
-      if (here) copy_box(to, map, half() * kHalf, head, row, 0, full);
-      if (writes) {
-        barrier_wait(full, phases / 2);
+      __nv_bfloat16* to = (kValues ? sh.v[stage] : sh.k[stage]) + (column_box() * kKeys + first) * kBoxColumns;
+      if (valid) tma_load(to, map, column_box() * kBoxColumns, head, row, 0, full);
+      if (patches) {
+        mbarrier_wait(full, phases / 2);
         phases ^= 2;
-        if (wipes) wipe<kDim>(sh.v[stage], left, thread_again() % 32);
+        if (zeroes) zero_rows<kDim>(sh.v[stage], left, read_tid_x() % 32);
         if (ones_within) {
           __syncwarp();
-          fill_ones<kDim>(sh.v[stage], thread_again() % 32);
+          fill_ones<kDim>(sh.v[stage], read_tid_x() % 32);
         }
-        shared_written();
+        fence_proxy_async();
         __syncwarp();
-        if (leads()) barrier_arrive(is_full + stage);
+        if (leader()) mbarrier_arrive(full_barriers + stage);
       }
       row = next_row;
     }
   }
 }
 
-// The greatest scores of a thread's two rows, of each of which four lanes have a part.
-__device__ __forceinline__ void greatest(const float (&s)[kKeys / 2], float (&top)[2]) {
+// Set `top` to the thread's maxima of its two rows; the four lanes of a quad share a row.
+__device__ __forceinline__ void row_max(const float (&s)[kKeys / 2], float (&top)[2]) {
   float part[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
   for (int j = 1; j < kKeys / 8; ++j)
@@ -343,15 +357,16 @@ __device__ __forceinline__ void greatest(const float (&s)[kKeys / 2], float (&to
   for (int h = 0; h < 2; ++h) top[h] = fmaxf(part[2 * h], part[2 * h + 1]);
 }
 
-// Of a row's four lanes.
-__device__ __forceinline__ float greatest_of_row(float top) {
+// Return the maximum over the four lanes of a row.
+__device__ __forceinline__ float quad_max(float top) {
 #pragma unroll
   for (int distance = 2; distance; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
   return top;
 }
 
-// The scores of keys behind the row's own position; `limit` is that, from the thread's first key on.
-__device__ __forceinline__ void hide(float (&s)[kKeys / 2], int h, int limit) {
+// Causal mask: set scores of keys after the row's position to -inf; `limit` is the position relative to the thread's
+// first key.
+__device__ __forceinline__ void mask_causal(float (&s)[kKeys / 2], int h, int limit) {
 #pragma unroll
   for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
@@ -359,28 +374,28 @@ __device__ __forceinline__ void hide(float (&s)[kKeys / 2], int h, int limit) {
       if (8 * j + e > limit) s[4 * j + 2 * h + e] = -kInfinity;
 }
 
-// x / by, rounded once, for x[2 h], x[2 h + 1], x[2 h + 4], ...: as division does it where nothing is near the ends of
-// the range, but with the reciprocal found once.
+// Divide a thread's row h by `by`, correctly rounded.
+// Far from overflow and underflow the division uses one reciprocal for the row, with the same bits as __fdiv_rn.
 template <int kCount, int kSize>
 __device__ __forceinline__ void divide(float (&x)[kSize], int h, float by) {
-  float least = kInfinity, most = 0;
+  float smallest = kInfinity, largest = 0;
 #pragma unroll
   for (int i = 0; i < kCount; i += 4)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      least = fminf(least, fabsf(x[i + 2 * h + e]));
-      most = fmaxf(most, fabsf(x[i + 2 * h + e]));
+      smallest = fminf(smallest, fabsf(x[i + 2 * h + e]));
+      largest = fmaxf(largest, fabsf(x[i + 2 * h + e]));
     }
-  if (by >= 0x1p-31f && by < 0x1p44f && least > 0x1p-80f && most < 0x1p64f) {
-    constexpr float more = 0x1p32f;  // for both
-    by *= more;
+  if (by >= 0x1p-31f && by < 0x1p44f && smallest > 0x1p-80f && largest < 0x1p64f) {
+    constexpr float scale_up = 0x1p32f;  // applied to numerator and denominator
+    by *= scale_up;
     float r = __frcp_rn(by);
 #pragma unroll
     for (int i = 0; i < kCount; i += 4)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& a = x[i + 2 * h + e];
-        float b = a * more, q = b * r;
+        float b = a * scale_up, q = b * r;
         q = __fmaf_rn(__fmaf_rn(-by, q, b), r, q);
         a = __fmaf_rn(__fmaf_rn(-by, q, b), r, q);
       }
@@ -395,350 +410,358 @@ __device__ __forceinline__ void divide(float (&x)[kSize], int h, float by) {
   }
 }
 
-// A group of four warps and its 64 rows of each tile.
+// Consumer warpgroup: computes 64 rows of each tile.
 template <int kDim>
 __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
   constexpr int stages = Shared<kDim>::stages, rows = Shared<kDim>::rows, steps = kDim / 16;
-  constexpr int sums = Shared<kDim>::sums, held = Shared<kDim>::Plan::held, groups = Shared<kDim>::groups;
-  constexpr bool ones_apart = Shared<kDim>::ones_apart, ahead = Shared<kDim>::Plan::ahead;
-  constexpr int elsewhere = Shared<kDim>::Plan::elsewhere;
-  constexpr int near = sums - 4 * elsewhere;  // sums over the leaves before that do not lie in memory
+  constexpr int acc_count = Shared<kDim>::acc_count, groups = Shared<kDim>::groups;
+  constexpr int merged_registers = Shared<kDim>::Plan::merged_registers;
+  constexpr bool ones_separate = Shared<kDim>::ones_separate, intra_overlap = Shared<kDim>::Plan::intra_overlap;
+  constexpr int merged_global = Shared<kDim>::Plan::merged_global;
+  constexpr int on_chip = acc_count - 4 * merged_global;  // merged accumulators in registers and shared memory
   constexpr int k_step = sizeof(sh.k[0]) >> 4, v_step = sizeof(sh.v[0]) >> 4;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-  bool leads = threadIdx.x % 32 == 0;
-  // Of the rows of the tile that a thread has, the first; the other is 8 further.
+  bool leader = threadIdx.x % 32 == 0;
+  // The first of the thread's two tile rows; the second is 8 further.
   auto first_row = [&] {
-    uint32_t thread = thread_again();
+    uint32_t thread = read_tid_x();
     return static_cast<int>(group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4);
   };
-  uint64_t q0 = operand<false>(sh.q + group * 64 * kHalf), k0 = operand<false>(sh.k[0]), v0 = operand<true>(sh.v[0], kKeys);
+  uint64_t q0 = smem_descriptor<false>(sh.q + group * 64 * kBoxColumns), k0 = smem_descriptor<false>(sh.k[0]),
+           v0 = smem_descriptor<true>(sh.v[0], kKeys);
   float factor = p.factor;
-  uint32_t visited = 0;  // blocks of the tiles before
+  uint32_t first_block = 0;  // pipeline index of the tile's first block
   int q_phase = 0;
-  float s[kKeys / 2];    // scores of a block
-  float acc[sums + 4];   // sums of the leaf at hand; the last four are two rows' sums of probabilities, each twice
-  float all[held + 1];   // of the leaves before
+  float s[kKeys / 2];                  // scores of a block, Q K^T
+  float acc[acc_count + 4];            // current leaf; the last four: sums of probabilities of the two rows, each twice
+  float merged[merged_registers + 1];  // finished leaves
   uint32_t probability[kKeys / 16][4];
 #pragma unroll
-  for (int x = 0; x < sums + 4; ++x) acc[x] = 0;
-  // Turns to begin products: a group's when the group before it has begun its own.
-  auto turn_begin = [&] { named_barrier_sync(1 + group, 256); };
-  auto turn_end = [&] { named_barrier_arrive(group + 1 < groups ? 2 + group : 1, 256); };
-  if (group == groups - 1) turn_end();
+  for (int x = 0; x < acc_count + 4; ++x) acc[x] = 0;
+  // Ping-pong: a warpgroup issues GEMMs after the previous warpgroup has issued its own.
+  auto pingpong_wait = [&] { named_barrier_sync(1 + group, 256); };
+  auto pingpong_signal = [&] { named_barrier_arrive(group + 1 < groups ? 2 + group : 1, 256); };
+  if (group == groups - 1) pingpong_signal();
   for (;;) {
-    barrier_wait(&sh.q_full, q_phase);
-    const Tile& t = sh.tile[q_phase];  // read again where it is needed: registers are short
+    mbarrier_wait(&sh.q_full, q_phase);
+    const Tile& t = sh.tile[q_phase];  // reread where needed: registers are scarce
     q_phase ^= 1;
     if (t.s < 0) break;
-    auto queries_taken = [&] {
-      if (leads) barrier_arrive(&sh.q_empty);
+    auto release_queries = [&] {
+      if (leader) mbarrier_arrive(&sh.q_empty);
     };
-    int n = blocks_of(p, t, group);
-    int plain = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;  // blocks that all rows see all of
+    int n = group_blocks(p, t, group);
+    // Blocks that every row attends to in full.
+    int unmasked = (t.context + t.first + p.position_of(group * 64) + 1) / kKeys;
     auto position_of = [&](int h) { return t.context + t.first + p.position_of(first_row() + 8 * h); };
-    float shift[2] = {0, 0};  // of the two rows, what is added to a score times `factor`
+    float shift[2] = {0, 0};  // added to score * factor, for each of the two rows
 #pragma unroll
-    for (int x = 0; x < held; ++x) all[x] = -0.0f;
+    for (int x = 0; x < merged_registers; ++x) merged[x] = -0.0f;
 
-    auto stage_of = [&](int i) { return static_cast<int>((visited + i) % stages); };
-    auto phase_of = [&](int i) { return static_cast<int>((visited + i) / stages % 2); };
-    auto wait_for_keys = [&](int i) { barrier_wait(&sh.k_full[stage_of(i)], phase_of(i)); };
-    auto wait_for_values = [&](int i) { barrier_wait(&sh.v_full[stage_of(i)], phase_of(i)); };
-    auto keys_taken = [&](int i) {
-      if (leads) barrier_arrive(&sh.k_empty[stage_of(i)]);
+    auto stage_of = [&](int i) { return static_cast<int>((first_block + i) % stages); };
+    auto phase_of = [&](int i) { return static_cast<int>((first_block + i) / stages % 2); };
+    auto wait_for_keys = [&](int i) { mbarrier_wait(&sh.k_full[stage_of(i)], phase_of(i)); };
+    auto wait_for_values = [&](int i) { mbarrier_wait(&sh.v_full[stage_of(i)], phase_of(i)); };
+    auto release_keys = [&](int i) {
+      if (leader) mbarrier_arrive(&sh.k_empty[stage_of(i)]);
     };
-    auto values_taken = [&](int i) {
-      if (leads) barrier_arrive(&sh.v_empty[stage_of(i)]);
+    auto release_values = [&](int i) {
+      if (leader) mbarrier_arrive(&sh.v_empty[stage_of(i)]);
     };
-    auto score = [&](int i) {  // begins
+    auto start_qk = [&](int i) {  // issues S = Q K^T
       uint64_t q = q0, k = k0 + stage_of(i) * k_step;
-      if constexpr (!ahead) q = again(q), k = again(k);
-      constexpr int q_half = rows * kHalf * 2 >> 4, k_half = kKeys * kHalf * 2 >> 4;
+      if constexpr (!intra_overlap) q = opaque(q), k = opaque(k);
+      constexpr int q_box = rows * kBoxColumns * 2 >> 4, k_box = kKeys * kBoxColumns * 2 >> 4;
 #pragma unroll
       for (int j = 0; j < steps; ++j) {
-        uint64_t a = q + j / 4 * q_half + j % 4 * kNext<false>, b = k + j / 4 * k_half + j % 4 * kNext<false>;
+        uint64_t a = q + j / 4 * q_box + j % 4 * kDescriptorStep<false>,
+                 b = k + j / 4 * k_box + j % 4 * kDescriptorStep<false>;
         if (j == 0)
-          begin<false, false>(s, a, b);
+          wgmma_zero<false, false>(s, a, b);
         else
-          multiply<false, false>(s, a, b, true);
+          wgmma<false, false>(s, a, b, true);
       }
-      products_end();
+      warpgroup_commit();
     };
-    auto sum = [&](int i) {  // begins
-      bool more = i % kLeaf != 0;
+    auto start_pv = [&](int i) {  // issues O += P V, and the row sums
+      bool accumulate = i % kLeaf != 0;
       uint64_t v = v0 + stage_of(i) * v_step;
-      if constexpr (!ahead) v = again(v);
+      if constexpr (!intra_overlap) v = opaque(v);
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j) {
-        if constexpr (ones_apart) {
-          uint64_t ones = operand<true>(sh.v[0] + kKeys * kDim);
-          multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, ones, more || j > 0);
+        if constexpr (ones_separate) {
+          uint64_t ones = smem_descriptor<true>(sh.v[0] + kKeys * kDim);
+          wgmma<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kDescriptorStep<true>, ones,
+                             accumulate || j > 0);
         } else {
-          multiply<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kNext<true>, more || j > 0);
+          wgmma<false, true>(__nv_bfloat16(), acc, probability[j], v + j * kDescriptorStep<true>, accumulate || j > 0);
         }
       }
-      products_end();
+      warpgroup_commit();
     };
-    auto powers = [&] {
+    auto compute_probabilities = [&] {
       uint32_t bits = 0;
 #pragma unroll
       for (int x = 0; x < kKeys / 2; x += 2) {
-        float a = power_of_2(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
-        float b = power_of_2(__fmaf_rn(s[x + 1], factor, shift[x / 2 % 2]));
+        float a = exp2_approx(__fmaf_rn(s[x], factor, shift[x / 2 % 2]));
+        float b = exp2_approx(__fmaf_rn(s[x + 1], factor, shift[x / 2 % 2]));
         bits |= probability[x / 8][x / 2 % 4] = pack<__nv_bfloat16>(a, b);
       }
       return bits;
     };
-    auto exceeds = [&](float score, int h) { return too_great(power_of_2(__fmaf_rn(score, factor, shift[h]))); };
-    // A row whose probabilities are too great is measured by its greatest score.
-    auto move = [&](int i) {
+    auto overflows = [&](float score, int h) { return at_least_2(exp2_approx(__fmaf_rn(score, factor, shift[h]))); };
+    // Make the row's maximum the reference score where a probability reaches 2; rescale the leaf's accumulators.
+    auto rescale = [&](int i) {
       float top[2], alpha[2];
-      greatest(s, top);
+      row_max(s, top);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        top[h] = greatest_of_row(top[h]);
-        bool moves = exceeds(top[h], h);
-        float to = moves ? __fmaf_rn(-top[h], factor, -kReserve) : shift[h];
-        alpha[h] = moves ? power_of_2(to - shift[h]) : 1.0f;
-        shift[h] = to;
+        top[h] = quad_max(top[h]);
+        bool rescales = overflows(top[h], h);
+        float new_shift = rescales ? __fmaf_rn(-top[h], factor, -kReserve) : shift[h];
+        alpha[h] = rescales ? exp2_approx(new_shift - shift[h]) : 1.0f;
+        shift[h] = new_shift;
       }
       if (i % kLeaf) {
 #pragma unroll
-        for (int x = 0; x < sums + 4; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
+        for (int x = 0; x < acc_count + 4; ++x) acc[x] = acc[x] * alpha[x / 2 % 2];
       }
-      if constexpr (ahead) powers();
+      if constexpr (intra_overlap) compute_probabilities();
     };
-    // The scores of a block become probabilities.
-    bool values_there = false, keys_there = false;  // of this block, and of the next one
-    auto weigh = [&](int i) {
+    bool values_ready = false, keys_ready = false;  // this block's values; the next block's keys
+    // Turn the scores of a block into probabilities.
+    auto softmax_block = [&](int i) {
       if constexpr (stages > 1) {
-        values_there = barrier_ended(&sh.v_full[stage_of(i)], phase_of(i));
-        keys_there = barrier_ended(&sh.k_full[stage_of(i + 1)], phase_of(i + 1));
+        values_ready = mbarrier_test_wait(&sh.v_full[stage_of(i)], phase_of(i));
+        keys_ready = mbarrier_test_wait(&sh.k_full[stage_of(i + 1)], phase_of(i + 1));
       }
-      if (i % kLeaf == 0) {  // the leaf's first score, of which the first of four lanes knows
+      if (i % kLeaf == 0) {  // new leaf: its first score is the reference; lane 0 of the quad holds it
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          shift[h] = __fmaf_rn(-__shfl_sync(~0u, s[2 * h], 0, 4), factor, -kReserve);
+        for (int h = 0; h < 2; ++h) shift[h] = __fmaf_rn(-__shfl_sync(~0u, s[2 * h], 0, 4), factor, -kReserve);
       }
-      if (i >= plain) {
-        int first = i * kKeys + static_cast<int>(thread_again() % 4 * 2);
+      if (i >= unmasked) {
+        int first = i * kKeys + static_cast<int>(read_tid_x() % 4 * 2);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) hide(s, h, position_of(h) - first);
+        for (int h = 0; h < 2; ++h) mask_causal(s, h, position_of(h) - first);
       }
-      if constexpr (ahead) {
-        if (__any_sync(~0u, powers() & kTooGreat)) move(i);
-      } else {  // with registers for either scores or probabilities the greatest score is looked for
+      if constexpr (intra_overlap) {
+        if (__any_sync(~0u, compute_probabilities() & kAtLeast2)) rescale(i);
+      } else {  // no registers for scores and probabilities together: check the row maximum first
         float top[2];
-        greatest(s, top);
-        if (__any_sync(~0u, exceeds(top[0], 0) || exceeds(top[1], 1))) move(i);
-        powers();
+        row_max(s, top);
+        if (__any_sync(~0u, overflows(top[0], 0) || overflows(top[1], 1))) rescale(i);
+        compute_probabilities();
       }
     };
-    auto joined = [&](int x) -> float4& { return sh.joined[(x - held) / 4][thread_again() - 128]; };
-    // A thread's first vector in memory.
-    auto elsewhere_of = [&] {
-      return fixed(p.joined + (blockIdx.x * elsewhere * groups * 128 + thread_again() - 128));
+    auto shared_vector = [&](int x) -> float4& { return sh.merged[(x - merged_registers) / 4][read_tid_x() - 128]; };
+    // The thread's first vector in global memory.
+    auto global_vectors = [&] {
+      return opaque(p.scratch + (blockIdx.x * merged_global * groups * 128 + read_tid_x() - 128));
     };
-    // What `change` makes of those: some are read at a time.
-    auto change_elsewhere = [&](bool reads, bool writes, auto change) {
-      constexpr int at_a_time = 5;
-      static_assert(elsewhere % at_a_time == 0);
+    // Apply `change` to the vectors in global memory, a batch at a time.
+    auto update_global = [&](bool reads, bool writes, auto change) {
+      constexpr int batch = 5;
+      static_assert(merged_global % batch == 0);
 #pragma unroll
-      for (int i = 0; i < elsewhere; i += at_a_time) {
-        float4* mine = elsewhere_of();
-        float4 v[at_a_time];
-        nothing_ahead();
+      for (int i = 0; i < merged_global; i += batch) {
+        float4* vectors = global_vectors();
+        float4 v[batch];
+        compiler_fence();
 #pragma unroll
-        for (int j = 0; j < at_a_time; ++j)
-          v[j] = reads ? load_own(mine + (i + j) * groups * 128) : make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
+        for (int j = 0; j < batch; ++j)
+          v[j] = reads ? load_cg(vectors + (i + j) * groups * 128) : make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
 #pragma unroll
-        for (int j = 0; j < at_a_time; ++j) {
-          change(near + 4 * (i + j), v[j]);
-          if (writes) store_own(mine + (i + j) * groups * 128, v[j]);
+        for (int j = 0; j < batch; ++j) {
+          change(on_chip + 4 * (i + j), v[j]);
+          if (writes) store_cg(vectors + (i + j) * groups * 128, v[j]);
         }
       }
     };
-    // A leaf joins the leaves before, of which `w` is what `whole` says. What those are measured by seldom changes, and then
-    // their sums need not be multiplied.
-    float before[2], after[2];  // what multiplies the sums of the leaves before, and the leaf's
-    auto whole = [&](int h) -> float2& { return sh.whole[thread_again() / 4 - 32][h]; };
-    auto joins = [&](int h, float2 w) {
-      float to = meet(w.x, shift[h], before[h], after[h]);
-      return make_float2(to, __fmaf_rn(acc[sums + 2 * h], after[h], w.y * before[h]));
+    // Merging a finished leaf into the leaves before it. The reference score seldom changes; if it does not, the merged
+    // accumulators need no multiplication.
+    float merged_scale[2], leaf_scale[2];  // factors of the merged and of the leaf's accumulators
+    auto row_state = [&](int h) -> float2& { return sh.row_state[read_tid_x() / 4 - 32][h]; };
+    auto merge_row = [&](int h, float2 state) {
+      float new_shift = merge_softmax_state(state.x, shift[h], merged_scale[h], leaf_scale[h]);
+      return make_float2(new_shift, __fmaf_rn(acc[acc_count + 2 * h], leaf_scale[h], state.y * merged_scale[h]));
     };
-    auto end_leaf = [&](bool first) {
-      bool moves = false;
+    auto merge_leaf = [&](bool first) {
+      bool rescales = false;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float2 was = first ? make_float2(shift[h], -0.0f) : whole(h), now = joins(h, was);
+        float2 old_state = first ? make_float2(shift[h], -0.0f) : row_state(h), new_state = merge_row(h, old_state);
         __syncwarp();
-        whole(h) = now;
-        moves |= !(now.x == was.x);
+        row_state(h) = new_state;
+        rescales |= !(new_state.x == old_state.x);
       }
       __syncwarp();
-      if (__any_sync(~0u, moves)) {
+      if (__any_sync(~0u, rescales)) {
 #pragma unroll
-        for (int x = 0; x < held; ++x) all[x] *= before[x / 2 % 2];
+        for (int x = 0; x < merged_registers; ++x) merged[x] *= merged_scale[x / 2 % 2];
         if (!first) {
 #pragma unroll
-          for (int x = held; x < near; x += 4) {
-            float4 to = joined(x);
-            joined(x) = make_float4(to.x * before[0], to.y * before[0], to.z * before[1], to.w * before[1]);
+          for (int x = merged_registers; x < on_chip; x += 4) {
+            float4 to = shared_vector(x);
+            shared_vector(x) = make_float4(to.x * merged_scale[0], to.y * merged_scale[0], to.z * merged_scale[1],
+                                           to.w * merged_scale[1]);
           }
 #pragma unroll 1
-          for (int i = 0; i < elsewhere; ++i) {
-            float4* mine = elsewhere_of() + i * groups * 128;
-            float4 to = load_own(mine);
-            store_own(mine, make_float4(to.x * before[0], to.y * before[0], to.z * before[1], to.w * before[1]));
+          for (int i = 0; i < merged_global; ++i) {
+            float4* vectors = global_vectors() + i * groups * 128;
+            float4 to = load_cg(vectors);
+            store_cg(vectors, make_float4(to.x * merged_scale[0], to.y * merged_scale[0], to.z * merged_scale[1],
+                                          to.w * merged_scale[1]));
           }
         }
       }
       auto add = [&](int x, float4& to) {
-        to.x = __fmaf_rn(acc[x], after[0], to.x);
-        to.y = __fmaf_rn(acc[x + 1], after[0], to.y);
-        to.z = __fmaf_rn(acc[x + 2], after[1], to.z);
-        to.w = __fmaf_rn(acc[x + 3], after[1], to.w);
+        to.x = __fmaf_rn(acc[x], leaf_scale[0], to.x);
+        to.y = __fmaf_rn(acc[x + 1], leaf_scale[0], to.y);
+        to.z = __fmaf_rn(acc[x + 2], leaf_scale[1], to.z);
+        to.w = __fmaf_rn(acc[x + 3], leaf_scale[1], to.w);
       };
 #pragma unroll
-      for (int x = 0; x < held; ++x) all[x] = __fmaf_rn(acc[x], after[x / 2 % 2], all[x]);
+      for (int x = 0; x < merged_registers; ++x) merged[x] = __fmaf_rn(acc[x], leaf_scale[x / 2 % 2], merged[x]);
 #pragma unroll
-      for (int x = held; x < near; x += 4) {
-        float4 to = first ? make_float4(-0.0f, -0.0f, -0.0f, -0.0f) : joined(x);
+      for (int x = merged_registers; x < on_chip; x += 4) {
+        float4 to = first ? make_float4(-0.0f, -0.0f, -0.0f, -0.0f) : shared_vector(x);
         add(x, to);
-        joined(x) = to;
+        shared_vector(x) = to;
       }
-      change_elsewhere(!first, true, add);
+      update_global(!first, true, add);
     };
 
     if (n) {
       wait_for_keys(0);
-      turn_begin();
-      products_begin();
-      score(0);
-      turn_end();
-      products_wait<0>();
-      products_taken(s);
-      keys_taken(0);
-      weigh(0);
+      pingpong_wait();
+      warpgroup_arrive();
+      start_qk(0);
+      pingpong_signal();
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(s);
+      release_keys(0);
+      softmax_block(0);
 #pragma unroll 1
       for (int i = 1; i < n; ++i) {
-        if (!values_there) wait_for_values(i - 1);
-        if (ahead && !keys_there) wait_for_keys(i);
-        turn_begin();
-        products_begin();
-        sum(i - 1);
-        if constexpr (ahead) score(i);
-        turn_end();
-        products_wait<ahead ? 1 : 0>();
-        products_taken(acc);
-        values_taken(i - 1);
-        if (i % kLeaf == 0) end_leaf(i == kLeaf);
-        if constexpr (!ahead) {
+        if (!values_ready) wait_for_values(i - 1);
+        if (intra_overlap && !keys_ready) wait_for_keys(i);
+        pingpong_wait();
+        warpgroup_arrive();
+        start_pv(i - 1);
+        if constexpr (intra_overlap) start_qk(i);
+        pingpong_signal();
+        warpgroup_wait<intra_overlap ? 1 : 0>();
+        warpgroup_fence_operand(acc);
+        release_values(i - 1);
+        if (i % kLeaf == 0) merge_leaf(i == kLeaf);
+        if constexpr (!intra_overlap) {
           wait_for_keys(i);
-          products_begin();
-          score(i);
+          warpgroup_arrive();
+          start_qk(i);
         }
-        products_wait<0>();
-        products_taken(s);
-        keys_taken(i);
-        weigh(i);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(s);
+        release_keys(i);
+        softmax_block(i);
       }
-      queries_taken();
-      if (!values_there) wait_for_values(n - 1);
-      turn_begin();
-      products_begin();
-      sum(n - 1);
-      turn_end();
-      products_wait<0>();
-      products_taken(acc);
-      values_taken(n - 1);
+      release_queries();
+      if (!values_ready) wait_for_values(n - 1);
+      pingpong_wait();
+      warpgroup_arrive();
+      start_pv(n - 1);
+      pingpong_signal();
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(acc);
+      release_values(n - 1);
     } else {
       __syncwarp();
-      queries_taken();
-      turn_begin();
-      turn_end();
+      release_queries();
+      pingpong_wait();
+      pingpong_signal();
     }
-    int most = blocks_of_any<groups>(p, t);
+    int all_blocks = tile_blocks<groups>(p, t);
 #pragma unroll 1
-    for (int i = n; i < most; ++i) {  // other groups' blocks
+    for (int i = n; i < all_blocks; ++i) {  // blocks that other warpgroups attend to: release them unused
       wait_for_keys(i);
-      keys_taken(i);
-      turn_begin();
-      turn_end();
+      release_keys(i);
+      pingpong_wait();
+      pingpong_signal();
       wait_for_values(i);
-      values_taken(i);
+      release_values(i);
     }
-    visited += most;
+    first_block += all_blocks;
     if (n == 0) continue;
 
-    int last_begin = (n - 1) / kLeaf * kLeaf * kKeys;  // of the last leaf
+    int last_leaf_begin = (n - 1) / kLeaf * kLeaf * kKeys;  // first key of the last leaf
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int position = position_of(h);
-      bool seen = position >= last_begin;
-      float2 w = make_float2(shift[h], acc[sums + 2 * h]);
-      if (last_begin) {
-        w = whole(h);
-        if (seen) w = joins(h, w);
+      bool sees_last = position >= last_leaf_begin;
+      float2 state = make_float2(shift[h], acc[acc_count + 2 * h]);
+      if (last_leaf_begin) {
+        state = row_state(h);
+        if (sees_last) state = merge_row(h, state);
 #pragma unroll
-        for (int x = 2 * h; x < near; x += 4) {
+        for (int x = 2 * h; x < on_chip; x += 4) {
           float2 old;
-          if (x < held)
-            old = make_float2(all[x < held ? x : 0], all[x < held ? x + 1 : 0]);
+          if (x < merged_registers)
+            old = make_float2(merged[x < merged_registers ? x : 0], merged[x < merged_registers ? x + 1 : 0]);
           else
-            old = reinterpret_cast<const float2*>(&joined(x / 4 * 4))[h];
-          acc[x] = seen ? __fmaf_rn(acc[x], after[h], old.x * before[h]) : old.x;
-          acc[x + 1] = seen ? __fmaf_rn(acc[x + 1], after[h], old.y * before[h]) : old.y;
+            old = reinterpret_cast<const float2*>(&shared_vector(x / 4 * 4))[h];
+          acc[x] = sees_last ? __fmaf_rn(acc[x], leaf_scale[h], old.x * merged_scale[h]) : old.x;
+          acc[x + 1] = sees_last ? __fmaf_rn(acc[x + 1], leaf_scale[h], old.y * merged_scale[h]) : old.y;
         }
-        change_elsewhere(true, false, [&](int x, float4& old) {
+        update_global(true, false, [&](int x, float4& old) {
           float a = h ? old.z : old.x, b = h ? old.w : old.y;
-          acc[x + 2 * h] = seen ? __fmaf_rn(acc[x + 2 * h], after[h], a * before[h]) : a;
-          acc[x + 2 * h + 1] = seen ? __fmaf_rn(acc[x + 2 * h + 1], after[h], b * before[h]) : b;
+          acc[x + 2 * h] = sees_last ? __fmaf_rn(acc[x + 2 * h], leaf_scale[h], a * merged_scale[h]) : a;
+          acc[x + 2 * h + 1] = sees_last ? __fmaf_rn(acc[x + 2 * h + 1], leaf_scale[h], b * merged_scale[h]) : b;
         });
       }
-      divide<sums>(acc, h, w.y);
-      int r = first_row() + 8 * h, place = position - t.context;  // among the queries
-      bool here = place < t.q_len && r < p.positions * p.together;
-      int64_t head = t.head + r - p.position_of(r) * p.together;
-      int64_t at = ((t.q0 + place) * int64_t{p.heads} + head) * kDim;
-      store_row<sums>(acc, h, static_cast<__nv_bfloat16*>(p.out) + at, here);
-      if (p.shift && here && thread_again() % 4 == 0)
-        p.shift[(head * p.pads + t.q0 / kStatistics + t.s) * kStatistics + place] = w.x - log2f(w.y);
+      divide<acc_count>(acc, h, state.y);
+      int row = first_row() + 8 * h, query = position - t.context;  // index among the sequence's queries
+      bool valid = query < t.q_len && row < p.positions * p.together;
+      int64_t head = t.head + row - p.position_of(row) * p.together;
+      int64_t at = ((t.q0 + query) * int64_t{p.heads} + head) * kDim;
+      store_row<acc_count>(acc, h, static_cast<__nv_bfloat16*>(p.out) + at, valid);
+      if (p.shift && valid && read_tid_x() % 4 == 0)
+        p.shift[(head * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + query] = state.x - log2f(state.y);
     }
   }
-  if (group == 0) turn_begin();  // which the last group's last one ended for
+  if (group == 0) pingpong_wait();  // consumes the last warpgroup's final signal
 }
 
+// The attention forward kernel; see the top of the file. Inconsistent `starts` fill a packed result with NaN.
 template <int kDim>
 __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     attention_forward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                       const __grid_constant__ CUtensorMap v, const Problem p) {
-  extern __shared__ __align__(1024) uint8_t raw[];  // as swizzled rows are; so addresses are constants, not registers
+  // The declared alignment, which the swizzle needs, makes shared addresses compile-time constants.
+  extern __shared__ __align__(1024) uint8_t raw[];
   Shared<kDim>& sh = *reinterpret_cast<Shared<kDim>*>(raw);
   if (threadIdx.x == 0) {
     constexpr int warps = Shared<kDim>::groups * 4;
-    barrier_init(&sh.found, 1);
-    barrier_init(&sh.q_full, 1);
-    barrier_init(&sh.q_empty, warps + 2);
-    barrier_init(&sh.on_its_way, 1);
+    mbarrier_init(&sh.tile_ready, 1);
+    mbarrier_init(&sh.q_full, 1);
+    mbarrier_init(&sh.q_empty, warps + 2);
+    mbarrier_init(&sh.patch_full, 1);
     for (int i = 0; i < Shared<kDim>::stages; ++i) {
-      barrier_init(&sh.k_full[i], 1);
-      barrier_init(&sh.k_empty[i], warps);
-      barrier_init(&sh.v_full[i], 1);
-      barrier_init(&sh.v_empty[i], warps);
+      mbarrier_init(&sh.k_full[i], 1);
+      mbarrier_init(&sh.k_empty[i], warps);
+      mbarrier_init(&sh.v_full[i], 1);
+      mbarrier_init(&sh.v_empty[i], warps);
     }
-    barrier_init_done();
+    fence_mbarrier_init();
   }
   for (int x = threadIdx.x; x < Shared<kDim>::ones / 8; x += blockDim.x)
     for (int i = 0; i < Shared<kDim>::stages; ++i)
       reinterpret_cast<uint4*>(sh.v[i] + kKeys * kDim)[x] = make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80);
-  shared_written();
-  wait_for_kernel_before();
-  let_next_kernel_begin();
+  fence_proxy_async();
+  griddep_wait();
+  griddep_launch_dependents();
   __syncthreads();
-  int64_t begin = at(p.starts, 0), end = at(p.starts, p.sequences);
+  int64_t begin = load_int(p.starts, 0), end = load_int(p.starts, p.sequences);
   if (begin != 0 || end > p.tokens || (!p.page && end != p.tokens)) {
-    if (p.page) return;  // of a cache it is others who fill rows
+    if (p.page) return;  // paged: leave the rows of `out` as they are
     int64_t vectors = int64_t{p.tokens} * p.heads * kDim / 8;
     constexpr uint32_t nan = 0x7fc07fc0;
     for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < vectors; i += int64_t{gridDim.x} * blockDim.x)
@@ -746,50 +769,58 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     return;
   }
   if (threadIdx.x / 128 == 0) {
-    registers_down<Plan<kDim>::few>();
+    setmaxnreg_dec<Plan<kDim>::producer_registers>();
     if (threadIdx.x < 32)
-      bring_queries(sh, &q, p);
+      load_queries(sh, &q, p);
     else if (threadIdx.x < 64)
-      bring_rows<kDim, false>(sh, &k, p);
+      load_kv<kDim, false>(sh, &k, p);
     else if (threadIdx.x < 96)
-      bring_rows<kDim, true>(sh, &v, p);
+      load_kv<kDim, true>(sh, &v, p);
   } else {
-    registers_up<Plan<kDim>::many>();
+    setmaxnreg_inc<Plan<kDim>::consumer_registers>();
     attend<kDim>(sh, p);
   }
 }
 
-// Host.
+// Host code.
+
+constexpr int kSpillBytes256 = 102400;  // schedule: bytes per CTA for merged accumulators in global memory, at dim 256
 
 template <int kDim>
-cudaError_t launch(const AlignkitAttention& given, void* memory, int64_t memory_bytes, cudaStream_t stream) {
+cudaError_t launch(const AlignkitAttention& arguments, void* scratch, int64_t scratch_bytes, cudaStream_t stream) {
   constexpr int rows = Shared<kDim>::rows, bytes = sizeof(Shared<kDim>);
-  constexpr int elsewhere = Plan<kDim>::elsewhere * Shared<kDim>::groups * 128 * static_cast<int>(sizeof(float4));
-  Problem p = {given, part_rows_of(given.page, kKeys), rows / given.together, (1 << 16) / given.together + 1,
-               given.heads / given.kv_heads, static_cast<float4*>(memory)};
-  int device, processors;
+  constexpr int scratch_per_cta =
+      Plan<kDim>::merged_global * Shared<kDim>::groups * 128 * static_cast<int>(sizeof(float4));
+  static_assert(scratch_per_cta == (kDim == 256 ? kSpillBytes256 : 0));
+  Problem p = {arguments,
+               page_box_rows(arguments.page, kKeys),
+               rows / arguments.together,
+               (1 << 16) / arguments.together + 1,
+               arguments.heads / arguments.kv_heads,
+               static_cast<float4*>(scratch)};
+  int device, sms;
   CUtensorMap q, k, v;
-  if (cudaError_t e = map_of(&q, p.q, p.tokens, p.heads, kDim, p.together, p.positions)) return e;
-  if (cudaError_t e = map_of(&k, p.k, p.kv_rows, p.kv_heads, kDim, 1, p.part_rows)) return e;
-  if (cudaError_t e = map_of(&v, p.v, p.kv_rows, p.kv_heads, kDim, 1, p.part_rows)) return e;
+  if (cudaError_t e = make_tensor_map(&q, p.q, p.tokens, p.heads, kDim, p.together, p.positions)) return e;
+  if (cudaError_t e = make_tensor_map(&k, p.k, p.kv_rows, p.kv_heads, kDim, 1, p.box_rows)) return e;
+  if (cudaError_t e = make_tensor_map(&v, p.v, p.kv_rows, p.kv_heads, kDim, 1, p.box_rows)) return e;
   if (cudaError_t e = cudaGetDevice(&device)) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return e;
-  if (cudaError_t e =
-          cudaFuncSetAttribute(attention_forward<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+  if (cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return e;
+  if (cudaError_t e = cudaFuncSetAttribute(attention_forward<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
     return e;
-  if constexpr (elsewhere > 0) processors = static_cast<int>(std::min<int64_t>(processors, memory_bytes / elsewhere));
-  if (processors == 0) return cudaErrorInvalidValue;
+  if constexpr (scratch_per_cta > 0) sms = static_cast<int>(std::min<int64_t>(sms, scratch_bytes / scratch_per_cta));
+  if (sms == 0) return cudaErrorInvalidValue;
   int64_t tiles = (int64_t{p.tokens} / p.positions + p.sequences) * (p.heads / p.together);
-  unsigned blocks = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, processors), 1));
-  return launch_early(attention_forward<kDim>, blocks, Shared<kDim>::threads, bytes, stream, q, k, v, p);
+  unsigned ctas = static_cast<unsigned>(std::max<int64_t>(std::min<int64_t>(tiles, sms), 1));
+  return launch_pdl(attention_forward<kDim>, ctas, Shared<kDim>::threads, bytes, stream, q, k, v, p);
 }
 
 }  // namespace
 }  // namespace alignkit
 
-// `memory`, of `bytes`: of heads of 256, for sums over leaves, 102400 for each block of threads, of which there are no more
-// than that suffices for, nor than multiprocessors. Returns a cudaError_t.
-extern "C" int alignkit_attention_forward(const AlignkitAttention* p, void* memory, int64_t bytes, cudaStream_t stream) {
+// Run the forward pass. `memory` is scratch for dim 256: kSpillBytes256 per CTA; `bytes` limits the number of CTAs, as
+// does the number of SMs. Returns a cudaError_t.
+extern "C" int alignkit_attention_forward(const AlignkitAttention* p, void* memory, int64_t bytes,
+                                          cudaStream_t stream) {
   if (p->page % 16 || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads ||
       (p->together != 1 && p->together * p->kv_heads != p->heads) || p->together > 64)
     return cudaErrorInvalidValue;

@@ -1,18 +1,24 @@
-// Rows in the order of experts, each by its expert's matrix: a chain over ascending k, or the balanced tree of 2, 4 or 8 chains
-// over leaves of k.
+// Grouped GEMM for the experts' down projection: rows in expert order, each times its expert's matrix.
 //
-// A block takes 128 rows by 128 columns: of so many, a thread's registers hold the sums of a leaf and those of one and two leaves
-// that wait for as many more; those of four wait in shared memory. One warp copies operands there, through the ends of leaves
-// and tiles without a pause; two groups of four warps multiply 64 rows each. A leaf may end wherever 16 of k do.
+// Tile: 128 pairs by 128 columns. This leaves registers for the accumulators of the k-tree: the current leaf, one
+// finished leaf and the sum of two. The sum of four leaves waits in shared memory.
+//
+// Warp specialization: one producer thread issues TMA loads, without a pause at the ends of leaves and tiles. Two
+// consumer warpgroups multiply 64 rows each.
+//
+// Order of summation: one chain over ascending k, or the k-tree, the balanced tree over 2, 4 or 8 leaves, each a chain.
+// A leaf may end at any multiple of 16 of k.
+//
+// Launch: one persistent CTA of 384 threads per SM.
 #include "experts.cuh"
 
 namespace alignkit {
 namespace {
 
-constexpr int kDownColumns = 128;
-constexpr int kSums = kDownColumns / 2;  // of a thread
-constexpr int kDepth = 4;                // stages
-constexpr int kSlices = kStep / 16;      // of a stage
+constexpr int kDownColumns = 128;                // schedule: columns per tile
+constexpr int kAccumulators = kDownColumns / 2;  // per thread
+constexpr int kDepth = 4;                        // schedule: pipeline stages
+constexpr int kSlices = kStep / 16;              // k16 steps per stage
 
 struct DownStage {
   __nv_bfloat16 a[kRows * kStep];
@@ -23,8 +29,8 @@ constexpr int kDownBytes = sizeof(DownStage);
 
 struct DownShared {
   DownStage stage[kDepth];
-  float four[2][kSums * 128];  // of the threads of a group
-  Rows rows;
+  float saved[2][kAccumulators * 128];  // sum of four leaves, by warpgroup and thread
+  ExpertTable table;
   uint64_t full[kDepth], empty[kDepth];
 };
 
@@ -37,97 +43,101 @@ struct Down {
   Experts experts;
 };
 
-__device__ __forceinline__ void copy_down(DownShared& sh, const CUtensorMap* a, const CUtensorMap* all, const Down& p) {
+// Producer thread.
+__device__ __forceinline__ void load_down(DownShared& sh, const CUtensorMap* a, const CUtensorMap* stacked,
+                                          const Down& p) {
   int stage = 0, phase = 0;
   Tile t;
-  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
-    const CUtensorMap* map = p.weights.map(all, t.expert);
+  for (TileScheduler<> scheduler(sh.table, p.experts); scheduler.next(t);) {
+    const CUtensorMap* map = p.weights.map(stacked, t.expert);
     int column = p.weights.first_row(t.expert) + t.column * kDownColumns;
 #pragma unroll 1
-    for (int k = 0; k < p.k; k += kStep, step<kDepth>(stage, phase)) {
-      barrier_wait(&sh.empty[stage], phase ^ 1);
-      barrier_expect(&sh.full[stage], kDownBytes);
-      copy_box(sh.stage[stage].b, map, k, column, &sh.full[stage]);
-      copy_box(sh.stage[stage].a, a, k, t.row, &sh.full[stage]);  // of rows of the next expert nothing is stored
+    for (int k = 0; k < p.k; k += kStep, advance<kDepth>(stage, phase)) {
+      mbarrier_wait(&sh.empty[stage], phase ^ 1);
+      mbarrier_expect_tx(&sh.full[stage], kDownBytes);
+      tma_load(sh.stage[stage].b, map, k, column, &sh.full[stage]);
+      tma_load(sh.stage[stage].a, a, k, t.row, &sh.full[stage]);  // rows of the next expert are loaded but not stored
     }
   }
 }
 
-// Where a group of warps is in the ring of stages.
-struct Reader {
+// Pipeline position of a consumer warpgroup.
+struct Consumer {
   DownShared& sh;
-  uint64_t a, b;  // operands of the next 16 of k
+  uint64_t a, b;  // descriptors of the next 16 of k
   int stage = 0, phase = 0, slice = 0;
-  int before = -1;  // a stage of which products may still be under way
+  int in_flight = -1;  // a stage that unfinished wgmmas may still read; -1: none
 
-  __device__ Reader(DownShared& sh, int group)
-      : sh(sh), a(operand<false>(sh.stage[0].a + group * kGroupRows * kStep)), b(operand<false>(sh.stage[0].b)) {}
+  __device__ Consumer(DownShared& sh, int group)
+      : sh(sh),
+        a(smem_descriptor<false>(sh.stage[0].a + group * kGroupRows * kStep)),
+        b(smem_descriptor<false>(sh.stage[0].b)) {}
 
-  __device__ void free(int which) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(&sh.empty[which]);
+  __device__ void release(int released) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&sh.empty[released]);
   }
 
-  // A chain over the next `slices` of 16.
-  __device__ void chain(float (&sums)[kSums], int slices) {
-    slices -= run<true>(sums, slices);
+  // Accumulate a chain over the next `slices` steps of 16.
+  __device__ void chain(float (&acc)[kAccumulators], int slices) {
+    slices -= run_slices<true>(acc, slices);
 #pragma unroll 1
-    while (slices > 0) slices -= run<false>(sums, slices);
-    products_wait<0>();
-    products_taken(sums);
-    if (before >= 0) free(before);
-    before = -1;
+    while (slices > 0) slices -= run_slices<false>(acc, slices);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(acc);
+    if (in_flight >= 0) release(in_flight);
+    in_flight = -1;
   }
 
-  // The next 16 of k, and as many more as there are in this stage; returns how many. They follow each other without a pause.
+  // Issue wgmmas for the rest of the leaf or of the stage, whichever is shorter; return the number of k16 steps.
   template <bool kFirst>
-  __device__ int run(float (&sums)[kSums], int slices) {
-    if (slice == 0) barrier_wait(&sh.full[stage], phase);
-    int some = min(kSlices - slice, slices);
-    products_begin();
-    switch (some) {
-      case 4: multiply_slices<kFirst, 4>(sums); break;
-      case 3: multiply_slices<kFirst, 3>(sums); break;
-      case 2: multiply_slices<kFirst, 2>(sums); break;
-      default: multiply_slices<kFirst, 1>(sums);
+  __device__ int run_slices(float (&acc)[kAccumulators], int slices) {
+    if (slice == 0) mbarrier_wait(&sh.full[stage], phase);
+    int count = min(kSlices - slice, slices);
+    warpgroup_arrive();
+    switch (count) {
+      case 4: start_slices<kFirst, 4>(acc); break;
+      case 3: start_slices<kFirst, 3>(acc); break;
+      case 2: start_slices<kFirst, 2>(acc); break;
+      default: start_slices<kFirst, 1>(acc);
     }
-    slice += some;
-    a += some * kNext<false>;
-    b += some * kNext<false>;
+    slice += count;
+    a += count * kDescriptorStep<false>;
+    b += count * kDescriptorStep<false>;
     if (slice == kSlices) {
-      products_wait<1>();  // all but these
-      if (before >= 0) free(before);
-      before = stage;
+      warpgroup_wait<1>();  // all groups but the last
+      if (in_flight >= 0) release(in_flight);
+      in_flight = stage;
       next_stage();
     }
-    return some;
+    return count;
   }
 
   template <bool kFirst, int kCount>
-  __device__ void multiply_slices(float (&sums)[kSums]) {
+  __device__ void start_slices(float (&acc)[kAccumulators]) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       if (kFirst && j == 0)
-        begin<false, false>(sums, a, b);
+        wgmma_zero<false, false>(acc, a, b);
       else
-        multiply<false, false>(sums, a + j * kNext<false>, b + j * kNext<false>, true);
+        wgmma<false, false>(acc, a + j * kDescriptorStep<false>, b + j * kDescriptorStep<false>, true);
     }
-    products_end();
+    warpgroup_commit();
   }
 
-  // The rest of the last stage of a tile has nothing.
+  // Skip the unused rest of a tile's last stage.
   __device__ void end() {
     if (slice == 0) return;
-    free(stage);
+    release(stage);
     next_stage();
   }
 
   __device__ void next_stage() {
     constexpr int size = kDownBytes >> 4;
-    int past = slice * kNext<false>;
-    a += size - past;
-    b += size - past;
+    int consumed = slice * kDescriptorStep<false>;
+    a += size - consumed;
+    b += size - consumed;
     slice = 0;
-    step<kDepth>(stage, phase);
+    advance<kDepth>(stage, phase);
     if (stage == 0) {
       a -= kDepth * size;
       b -= kDepth * size;
@@ -135,82 +145,86 @@ struct Reader {
   }
 };
 
-__device__ __forceinline__ void add(float (&to)[kSums], const float (&other)[kSums]) {
+__device__ __forceinline__ void add(float (&to)[kAccumulators], const float (&other)[kAccumulators]) {
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) to[i] = to[i] + other[i];
+  for (int i = 0; i < kAccumulators; ++i) to[i] = to[i] + other[i];
 }
 
 // The balanced tree over the next kLeaves leaves.
 template <int kLeaves>
 struct Tree {
-  static __device__ __forceinline__ void sum(Reader& reader, float (&sums)[kSums], int slices, float* four) {
-    Tree<kLeaves / 2>::sum(reader, sums, slices, four);
-    float right[kSums];
-    Tree<kLeaves / 2>::sum(reader, right, slices, four);
-    add(sums, right);
+  static __device__ __forceinline__ void sum(Consumer& consumer, float (&acc)[kAccumulators], int slices,
+                                             float* saved) {
+    Tree<kLeaves / 2>::sum(consumer, acc, slices, saved);
+    float right[kAccumulators];
+    Tree<kLeaves / 2>::sum(consumer, right, slices, saved);
+    add(acc, right);
   }
 };
 
 template <>
 struct Tree<8> {
-  static __device__ __forceinline__ void sum(Reader& reader, float (&sums)[kSums], int slices, float* four) {
+  static __device__ __forceinline__ void sum(Consumer& consumer, float (&acc)[kAccumulators], int slices,
+                                             float* saved) {
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       if (half == 1) {
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) four[i * 128] = sums[i];
+        for (int i = 0; i < kAccumulators; ++i) saved[i * 128] = acc[i];
       }
-      Tree<4>::sum(reader, sums, slices, four);
+      Tree<4>::sum(consumer, acc, slices, saved);
     }
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = four[i * 128] + sums[i];
+    for (int i = 0; i < kAccumulators; ++i) acc[i] = saved[i * 128] + acc[i];
   }
 };
 
 template <>
 struct Tree<1> {
-  static __device__ __forceinline__ void sum(Reader& reader, float (&sums)[kSums], int slices, float*) {
-    reader.chain(sums, slices);
+  static __device__ __forceinline__ void sum(Consumer& consumer, float (&acc)[kAccumulators], int slices, float*) {
+    consumer.chain(acc, slices);
   }
 };
 
+// Consumer warpgroup: sums the k-tree of 64 pairs of each tile and stores it.
 template <int kLeaves>
-__device__ __forceinline__ void multiply_down(DownShared& sh, const Down& p) {
+__device__ __forceinline__ void compute_down(DownShared& sh, const Down& p) {
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0), slices = (p.leaf + 15) / 16;
-  float* four = sh.four[group] + threadIdx.x % 128;
-  Reader reader(sh, group);
+  float* saved = sh.saved[group] + threadIdx.x % 128;
+  Consumer consumer(sh, group);
   Tile t;
-  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
-    float sums[kSums];
-    Tree<kLeaves>::sum(reader, sums, slices, four);
-    reader.end();
+  for (TileScheduler<> scheduler(sh.table, p.experts); scheduler.next(t);) {
+    float acc[kAccumulators];
+    Tree<kLeaves>::sum(consumer, acc, slices, saved);
+    consumer.end();
     int column = t.column * kDownColumns;
-    Place place(t.end, t.row + group * kGroupRows, column);
+    Coords place(t.end, t.row + group * kGroupRows, column);
     if (p.round) {
-      store_rows(sums, place, static_cast<__nv_bfloat16*>(p.out), p.pitch, p.columns, column);
+      store_rows(acc, place, static_cast<__nv_bfloat16*>(p.out), p.pitch, p.columns, column);
       continue;
     }
 #pragma unroll
-    for (int i = 0; i < kSums; i += 2) {
+    for (int i = 0; i < kAccumulators; i += 2) {
       int h = i / 2 % 2, j = place.column + i / 4 * 8;
-      if (place.here[h] && j < p.columns)
+      if (place.valid[h] && j < p.columns)
         *reinterpret_cast<float2*>(static_cast<float*>(p.out) + (place.row + 8 * h) * p.pitch + j) =
-            make_float2(sums[i], sums[i + 1]);
+            make_float2(acc[i], acc[i + 1]);
     }
   }
 }
 
+// The down kernel; see the top of the file.
 template <int kLeaves>
 __global__ void __launch_bounds__(kThreads, 1)
     down(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap weights, const Down p) {
   extern __shared__ uint8_t raw[];
-  DownShared& sh = begin_block<DownShared>(raw, p.experts, 1);
+  DownShared& sh = prologue<DownShared>(raw, p.experts, 1);
   if (threadIdx.x / 128 == 2) {
-    registers_down<24>();
-    if (threadIdx.x == 2 * 128) copy_down(sh, &a, &weights, p);
+    setmaxnreg_dec<24>();
+    if (threadIdx.x == 2 * 128) load_down(sh, &a, &weights, p);
   } else {
-    registers_up<240>();
-    multiply_down<kLeaves>(sh, p);
+    setmaxnreg_inc<240>();
+    compute_down<kLeaves>(sh, p);
   }
 }
 
@@ -219,9 +233,9 @@ cudaError_t launch_down(const CUtensorMap& a, const CUtensorMap& weights, const 
                         cudaStream_t stream) {
   constexpr auto kernel = down<kLeaves>;
   constexpr int bytes = sizeof(DownShared) + 1024;
-  int processors;
-  if (cudaError_t e = prepare<kernel>(bytes, 1, &processors)) return e;
-  return launch_early(kernel, blocks_of(pairs, p.experts, processors), kThreads, bytes, stream, a, weights, p);
+  int sms;
+  if (cudaError_t e = prepare<kernel>(bytes, 1, &sms)) return e;
+  return launch_pdl(kernel, grid_size(pairs, p.experts, sms), kThreads, bytes, stream, a, weights, p);
 }
 
 }  // namespace
@@ -229,16 +243,19 @@ cudaError_t launch_down(const CUtensorMap& a, const CUtensorMap& weights, const 
 
 using namespace alignkit;
 
-// out [pairs, n], bf16 if `round`, else fp32, = a [pairs, k] by the matrices [n, k] of the rows' experts, which lie as those of
-// alignkit_experts_gate_up. 1, 2, 4 or 8 leaves. Returns a cudaError_t.
+// Compute out [pairs, n], bf16 if `round`, else fp32: each row of a [pairs, k] times its expert's [n, k], transposed.
+// The matrices are given as in alignkit_experts_gate_up. `leaves` is 1, 2, 4 or 8. Returns a cudaError_t.
 extern "C" int alignkit_experts_down(const void* a, int64_t a_pitch, const void* weights, int64_t pitch,
-                                     const void* each, const int64_t* offsets, int experts, void* out, int64_t out_pitch,
-                                     int round, int pairs, int n, int k, int leaves, cudaStream_t stream) {
-  if (experts > kMostExperts) return cudaErrorInvalidValue;
+                                     const void* each, const int64_t* offsets, int experts, void* out,
+                                     int64_t out_pitch, int round, int pairs, int n, int k, int leaves,
+                                     cudaStream_t stream) {
+  if (experts > kMaxExperts) return cudaErrorInvalidValue;
   CUtensorMap maps[2] = {};
-  if (cudaError_t e = map_of(&maps[0], {a, a_pitch}, Layout::kPlain, pairs, k, kRows)) return e;
+  if (cudaError_t e = make_tensor_map(&maps[0], {a, a_pitch}, Layout::kPlain, pairs, k, kRows)) return e;
   if (!each)
-    if (cudaError_t e = map_of(&maps[1], {weights, pitch}, Layout::kPlain, static_cast<int64_t>(experts) * n, k, kDownColumns)) return e;
+    if (cudaError_t e = make_tensor_map(&maps[1], {weights, pitch}, Layout::kPlain, static_cast<int64_t>(experts) * n,
+                                        k, kDownColumns))
+      return e;
   Down p = {out,
             out_pitch,
             round != 0,
@@ -256,7 +273,7 @@ extern "C" int alignkit_experts_down(const void* a, int64_t a_pitch, const void*
   }
 }
 
-// The map of a matrix [n, k], 128 bytes, for `each`.
+// Write the 128-byte tensor map of a matrix [n, k] for `each`.
 extern "C" int alignkit_experts_down_map(void* map, const void* matrix, int64_t pitch, int rows, int k) {
-  return write_map(map, {matrix, pitch}, rows, k, kDownColumns);
+  return write_tensor_map(map, {matrix, pitch}, rows, k, kDownColumns);
 }

@@ -1,115 +1,125 @@
-// Gate and up of the rows that chose an expert, and silu(gate) * up from the registers of the product.
+// Grouped GEMM for the experts' gate and up projections with gathered tokens; the epilogue computes silu(gate) * up.
 //
-// A block takes 128 rows by 128 features: 256 columns, those of gate and those of up. A group of four warps gathers the rows
-// into shared memory, and one of its threads has the copy engine bring the matrices; two groups multiply 64 rows each.
-// Each output is one chain over ascending k.
+// Tile: 128 pairs by 128 features, that is 256 columns: 128 of gate and 128 of up.
+//
+// Warp specialization: a producer warpgroup gathers the tokens' rows with cp.async, and one of its threads loads the
+// weights with TMA. Two consumer warpgroups multiply 64 rows each. The second starts a little later, so that one
+// computes its epilogue while the other uses the tensor core.
+//
+// Order of summation: each output is one chain over ascending k.
+//
+// Launch: one persistent CTA of 384 threads per SM.
 #include "../ptx/exponential.cuh"
 #include "experts.cuh"
 
 namespace alignkit {
 namespace {
 
-constexpr int kFeatures = kColumns / 2;  // of a tile
-constexpr int kLag = 2;  // copies that are on their way when one is waited for
+constexpr int kFeatures = kColumns / 2;  // features per tile
+constexpr int kLag = 2;                  // schedule: cp.async groups in flight when the producer waits for one
 
 struct GatedShared {
   Stage stage[kStages];
-  Rows rows;
+  ExpertTable table;
   uint64_t full[kStages], empty[kStages];
 };
 
 struct GateUp {
   const __nv_bfloat16* x;
   int64_t x_pitch;
-  const int64_t* row;  // of x, a pair
+  const int64_t* row;  // row of x for each pair
   __nv_bfloat16 *h, *y;
   int features, k;
   Matrices weights;
   Experts experts;
 };
 
-__device__ __forceinline__ void gather(GatedShared& sh, const CUtensorMap* all, const GateUp& p) {
-  constexpr int eighths = kStep / 8, at_once = 128 / eighths, each = kRows / at_once;  // rows of 8 vectors
-  int thread = threadIdx.x - 2 * 128, lane = thread % 32, column = thread % eighths * 8, at = thread / eighths;
-  // Rows of 128 bytes, whose vectors are swizzled.
-  int to = at * kStep + (thread % eighths ^ at % 8) * 8;
-  int stage = 0, phase = 0, pending = 0, announced = 0;
-  auto announce = [&] {
-    shared_written();
+// Producer warpgroup.
+__device__ __forceinline__ void gather(GatedShared& sh, const CUtensorMap* stacked, const GateUp& p) {
+  constexpr int vectors = kStep / 8;  // 16-byte vectors per row and stage
+  constexpr int rows_at_once = 128 / vectors, per_thread = kRows / rows_at_once;
+  int thread = threadIdx.x - 2 * 128, lane = thread % 32, column = thread % vectors * 8, at = thread / vectors;
+  // 128-byte rows, whose vectors are swizzled.
+  int to = at * kStep + (thread % vectors ^ at % 8) * 8;
+  int stage = 0, phase = 0, pending = 0, signal_stage = 0;
+  auto signal_full = [&] {
+    fence_proxy_async();
     __syncwarp();
-    if (lane == 0) barrier_arrive(&sh.full[announced]);
-    if (++announced == kStages) announced = 0;
+    if (lane == 0) mbarrier_arrive(&sh.full[signal_stage]);
+    if (++signal_stage == kStages) signal_stage = 0;
   };
   Tile t;
-  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
-    const __nv_bfloat16* from[each];
+  for (TileScheduler<> scheduler(sh.table, p.experts); scheduler.next(t);) {
+    const __nv_bfloat16* from[per_thread];
     int pairs = t.end - t.row;
 #pragma unroll
-    for (int i = 0; i < each; ++i) {
-      int r = at + i * at_once;
+    for (int i = 0; i < per_thread; ++i) {
+      int r = at + i * rows_at_once;
       from[i] = p.x + (r < pairs ? p.row[t.row + r] : 0) * p.x_pitch + column;
     }
-    const CUtensorMap* map = p.weights.map(all, t.expert);
+    const CUtensorMap* map = p.weights.map(stacked, t.expert);
     int gate = p.weights.first_row(t.expert) + t.column * kFeatures;
 #pragma unroll 1
-    for (int k = 0; k < p.k; k += kStep, step<kStages>(stage, phase)) {
-      barrier_wait(&sh.empty[stage], phase ^ 1);
+    for (int k = 0; k < p.k; k += kStep, advance<kStages>(stage, phase)) {
+      mbarrier_wait(&sh.empty[stage], phase ^ 1);
       if (thread == 0) {
-        barrier_expect(&sh.full[stage], sizeof(Stage::b));
-        copy_box(sh.stage[stage].b, map, k, gate, &sh.full[stage]);
-        copy_box(sh.stage[stage].b + kFeatures * kStep, map, k, gate + p.features, &sh.full[stage]);
+        mbarrier_expect_tx(&sh.full[stage], sizeof(Stage::b));
+        tma_load(sh.stage[stage].b, map, k, gate, &sh.full[stage]);
+        tma_load(sh.stage[stage].b + kFeatures * kStep, map, k, gate + p.features, &sh.full[stage]);
       }
 #pragma unroll
-      for (int i = 0; i < each; ++i)
-        copy_vector(sh.stage[stage].a + to + i * at_once * kStep, from[i] + k,
-                    at + i * at_once < pairs && k + column < p.k);
-      copies_end();
+      for (int i = 0; i < per_thread; ++i)
+        cp_async_zfill(sh.stage[stage].a + to + i * rows_at_once * kStep, from[i] + k,
+                       at + i * rows_at_once < pairs && k + column < p.k);
+      cp_async_commit();
       if (pending < kLag) {
         ++pending;
       } else {
-        copies_wait<kLag>();
-        announce();
+        cp_async_wait<kLag>();
+        signal_full();
       }
     }
   }
-  copies_wait<0>();
-  for (; pending; --pending) announce();
+  cp_async_wait<0>();
+  for (; pending; --pending) signal_full();
 }
 
 __device__ __forceinline__ float rounded(float v) { return __bfloat162float(__float2bfloat16_rn(v)); }
 
-__device__ __forceinline__ void multiply_gated(GatedShared& sh, const GateUp& p) {
+// Consumer warpgroup: multiplies 64 pairs of each tile and computes silu(gate) * up from the accumulators.
+__device__ __forceinline__ void compute_gated(GatedShared& sh, const GateUp& p) {
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32, stage = 0, phase = 0;
-  bool late = group == 1, first = true;
-  uint64_t a0 = operand<false>(sh.stage[0].a + group * kGroupRows * kStep), b0 = operand<false>(sh.stage[0].b);
+  bool second_group = group == 1, first = true;
+  uint64_t a0 = smem_descriptor<false>(sh.stage[0].a + group * kGroupRows * kStep),
+           b0 = smem_descriptor<false>(sh.stage[0].b);
   int steps = (p.k + kStep - 1) / kStep;
   float sums[128];
   Tile t;
-  for (Walk<> walk(sh.rows, p.experts); walk.next(t);) {
-    if (first && late) named_barrier_sync(1, 256);
-    int before = 0;
+  for (TileScheduler<> scheduler(sh.table, p.experts); scheduler.next(t);) {
+    if (first && second_group) named_barrier_sync(1, 256);
+    int previous = 0;
 #pragma unroll 1
     for (int k = 0; k < steps; ++k) {
-      barrier_wait(&sh.full[stage], phase);
+      mbarrier_wait(&sh.full[stage], phase);
       uint64_t a = a0 + stage * (kStageBytes >> 4), b = b0 + stage * (kStageBytes >> 4);
-      products_begin();
+      warpgroup_arrive();
 #pragma unroll
       for (int j = 0; j < kStep / 16; ++j)
-        multiply<false, false>(sums, a + j * kNext<false>, b + j * kNext<false>, k + j > 0);
-      products_end();
-      if (first && !late && k == min(kBehind, steps) - 1) named_barrier_arrive(1, 256);
+        wgmma<false, false>(sums, a + j * kDescriptorStep<false>, b + j * kDescriptorStep<false>, k + j > 0);
+      warpgroup_commit();
+      if (first && !second_group && k == min(kStagger, steps) - 1) named_barrier_arrive(1, 256);
       if (k > 0) {
-        products_wait<1>();
-        if (lane == 0) barrier_arrive(&sh.empty[before]);
+        warpgroup_wait<1>();
+        if (lane == 0) mbarrier_arrive(&sh.empty[previous]);
       }
-      before = stage;
-      step<kStages>(stage, phase);
+      previous = stage;
+      advance<kStages>(stage, phase);
     }
-    products_wait<0>();
-    products_taken(sums);
-    if (lane == 0) barrier_arrive(&sh.empty[before]);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(sums);
+    if (lane == 0) mbarrier_arrive(&sh.empty[previous]);
     first = false;
-    Place place(t.end, t.row + group * kGroupRows, 0);
+    Coords place(t.end, t.row + group * kGroupRows, 0);
 #pragma unroll
     for (int i = 0; i < 64; i += 16) {  // 32 features at a time
       float gate[16], up[16];
@@ -130,15 +140,16 @@ __device__ __forceinline__ void multiply_gated(GatedShared& sh, const GateUp& p)
   }
 }
 
+// The gate and up kernel; see the top of the file.
 __global__ void __launch_bounds__(kThreads, 1) gate_up(const __grid_constant__ CUtensorMap weights, const GateUp p) {
   extern __shared__ uint8_t raw[];
-  GatedShared& sh = begin_block<GatedShared>(raw, p.experts, 1 + 4);  // the copy engine's bytes, and warps that gather
+  GatedShared& sh = prologue<GatedShared>(raw, p.experts, 1 + 4);  // arrivals: TMA, and four gathering warps
   if (threadIdx.x / 128 == 2) {
-    registers_down<56>();
+    setmaxnreg_dec<56>();
     gather(sh, &weights, p);
   } else {
-    registers_up<224>();
-    multiply_gated(sh, p);
+    setmaxnreg_inc<224>();
+    compute_gated(sh, p);
   }
 }
 
@@ -147,19 +158,22 @@ __global__ void __launch_bounds__(kThreads, 1) gate_up(const __grid_constant__ C
 
 using namespace alignkit;
 
-// y [pairs, features] = silu(gate) * up, and, unless it is null, h [pairs, 2 features] = gate | up: rows `row` of x [.., k] by the
-// matrices [2 features, k] of their experts. Those lie behind each other from `weights` on, rows `pitch` elements apart; or
-// `each` has their maps. Returns a cudaError_t.
+// Compute y [pairs, features] = silu(gate) * up and, unless h is null, h [pairs, 2 features] = gate | up.
+// Pair i multiplies row row[i] of x [.., k] by its expert's matrix [2 features, k]. The matrices are stacked from
+// `weights` on, with rows `pitch` elements apart. Otherwise `each` holds one map per expert
+// (alignkit_experts_gate_up_map). Returns a cudaError_t.
 extern "C" int alignkit_experts_gate_up(const void* x, int64_t x_pitch, const int64_t* row, const void* weights,
                                         int64_t pitch, const void* each, const int64_t* offsets, int experts, void* h,
                                         void* y, int pairs, int features, int k, cudaStream_t stream) {
-  if (experts > kMostExperts) return cudaErrorInvalidValue;
+  if (experts > kMaxExperts) return cudaErrorInvalidValue;
   CUtensorMap map = {};
   if (!each)
-    if (cudaError_t e = map_of(&map, {weights, pitch}, Layout::kPlain, int64_t{2} * experts * features, k, kFeatures)) return e;
+    if (cudaError_t e =
+            make_tensor_map(&map, {weights, pitch}, Layout::kPlain, int64_t{2} * experts * features, k, kFeatures))
+      return e;
   constexpr int bytes = sizeof(GatedShared) + 1024;
-  int processors;
-  if (cudaError_t e = prepare<gate_up>(bytes, 1, &processors)) return e;
+  int sms;
+  if (cudaError_t e = prepare<gate_up>(bytes, 1, &sms)) return e;
   GateUp p = {static_cast<const __nv_bfloat16*>(x),
               x_pitch,
               row,
@@ -169,10 +183,10 @@ extern "C" int alignkit_experts_gate_up(const void* x, int64_t x_pitch, const in
               k,
               {static_cast<const CUtensorMap*>(each), 2 * features},
               {offsets, experts, (features + kFeatures - 1) / kFeatures}};
-  return launch_early(gate_up, blocks_of(pairs, p.experts, processors), kThreads, bytes, stream, map, p);
+  return launch_pdl(gate_up, grid_size(pairs, p.experts, sms), kThreads, bytes, stream, map, p);
 }
 
-// The map of a matrix [2 features, k], 128 bytes, for `each`.
+// Write the 128-byte tensor map of a matrix [2 features, k] for `each`.
 extern "C" int alignkit_experts_gate_up_map(void* map, const void* matrix, int64_t pitch, int rows, int k) {
-  return write_map(map, {matrix, pitch}, rows, k, kFeatures);
+  return write_tensor_map(map, {matrix, pitch}, rows, k, kFeatures);
 }

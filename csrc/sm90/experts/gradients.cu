@@ -1,28 +1,34 @@
-// Gradients of the experts' matrices: of each [n, k] = a^T . b over the rows of its expert, in their order, one chain per output.
+// Grouped GEMM for the weight gradients of the experts: dW [n, k] = a^T b over each expert's rows.
 //
-// A block takes 128 of n by 256 of k, and of the expert's rows 64 at a time, which are the products' k. A group of four warps
-// gathers the rows of one operand into shared memory, and one of its threads has the copy engine bring those of the other, which
-// lie in the order of experts; but where these end in the midst of 64, the group copies them too, as there the next expert's
-// follow and must be zeros. Two groups multiply 64 of n each.
+// Tile: 128 of n by 256 of k of one expert. The expert's rows are the GEMM's reduction dimension, 64 per step.
+//
+// Warp specialization: a producer warpgroup gathers the rows of one operand with cp.async. One of its threads loads the
+// other operand, which lies in expert order, with TMA. In an expert's last step of fewer than 64 rows, the warpgroup
+// copies this operand too: the following rows belong to the next expert and must read as zero. Two consumer warpgroups
+// multiply 64 of n each.
+//
+// Order of summation: each output is one chain over the expert's rows, in their order.
+//
+// Launch: one persistent CTA of 384 threads per SM.
 #include "experts.cuh"
 
 namespace alignkit {
 namespace {
 
-constexpr int kLag = 2;  // copies that are on their way when one is waited for
+constexpr int kLag = 2;  // schedule: cp.async groups in flight when the producer waits for one
 
 struct GradientsShared {
   Stage stage[kStages];
-  Rows rows;
+  ExpertTable table;
   uint64_t full[kStages], empty[kStages];
 };
 
 struct Gradients {
   Matrix gathered, ordered;
-  const int64_t* row;  // of the gathered operand, a pair; null: they lie in the order of experts too
+  const int64_t* row;  // row of the gathered operand for each pair; null: it lies in expert order too
   __nv_bfloat16* out;
   int n, k;
-  int down, across;  // tiles of a matrix
+  int row_tiles, column_tiles;  // tiles of one matrix
   Experts experts;
 };
 
@@ -30,162 +36,168 @@ struct MatrixTile {
   int expert, row, column;
 };
 
+// Set t to tile i of all matrices; return whether it exists.
 __device__ __forceinline__ bool matrix_tile(const Gradients& p, int i, MatrixTile& t) {
-  int each = p.down * p.across, j = i % each;
-  t.expert = i / each;
-  t.row = j % p.down * kRows;
-  t.column = j / p.down * kColumns;
+  int per_matrix = p.row_tiles * p.column_tiles, j = i % per_matrix;
+  t.expert = i / per_matrix;
+  t.row = j % p.row_tiles * kRows;
+  t.column = j / p.row_tiles * kColumns;
   return t.expert < p.experts.count;
 }
 
-// 64 rows of an operand's kWidth columns, as far as there are so many, by threads of eight that take one of the rows each.
-template <int kWidth, int kEach>
-__device__ __forceinline__ void copy_rows(__nv_bfloat16* to, const Matrix& matrix, const int64_t (&row)[kEach], int at,
-                                          int rows, int column, int columns) {
-  constexpr int at_once = kStep / kEach;
+// Copy 64 rows of kWidth columns with cp.async; rows from `rows` on and columns from `columns` on become zero. Eight
+// threads share a row.
+template <int kWidth, int kPerThread>
+__device__ __forceinline__ void copy_rows(__nv_bfloat16* to, const Matrix& matrix, const int64_t (&row)[kPerThread],
+                                          int at, int rows, int column, int columns) {
+  constexpr int rows_at_once = kStep / kPerThread;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
+  for (int i = 0; i < kPerThread; ++i) {
     const __nv_bfloat16* from = static_cast<const __nv_bfloat16*>(matrix.data) + row[i] * matrix.pitch + column;
-    bool here = at + i * at_once < rows;
+    bool valid = at + i * rows_at_once < rows;
 #pragma unroll
     for (int j = 0; j < kWidth; j += kStep)
-      copy_vector(to + i * at_once * kStep + j * kStep, from + j, here && column + j < columns);
+      cp_async_zfill(to + i * rows_at_once * kStep + j * kStep, from + j, valid && column + j < columns);
   }
 }
 
-// kGathersA: the gathered operand is a, else b.
+// Producer warpgroup. kGathersA: the gathered operand is a, otherwise b.
 template <bool kGathersA>
-__device__ __forceinline__ void bring(GradientsShared& sh, const CUtensorMap* map, const Gradients& p) {
-  constexpr int vectors = kStep / 8, at_once = 128 / vectors, each = kStep / at_once;
+__device__ __forceinline__ void load_operands(GradientsShared& sh, const CUtensorMap* map, const Gradients& p) {
+  constexpr int vectors = kStep / 8, rows_at_once = 128 / vectors, per_thread = kStep / rows_at_once;
   constexpr int gathered_width = kGathersA ? kRows : kColumns, ordered_width = kGathersA ? kColumns : kRows;
   int thread = threadIdx.x - 2 * 128, lane = thread % 32, vector = thread % vectors * 8, at = thread / vectors;
-  // Rows of 128 bytes, whose vectors are swizzled.
+  // 128-byte rows, whose vectors are swizzled.
   int to = at * kStep + (thread % vectors ^ at % 8) * 8;
-  int stage = 0, phase = 0, pending = 0, announced = 0;
-  auto announce = [&] {
-    shared_written();
+  int stage = 0, phase = 0, pending = 0, signal_stage = 0;
+  auto signal_full = [&] {
+    fence_proxy_async();
     __syncwarp();
-    if (lane == 0) barrier_arrive(&sh.full[announced]);
-    if (++announced == kStages) announced = 0;
+    if (lane == 0) mbarrier_arrive(&sh.full[signal_stage]);
+    if (++signal_stage == kStages) signal_stage = 0;
   };
   MatrixTile t;
   for (int tile = blockIdx.x; matrix_tile(p, tile, t); tile += gridDim.x) {
-    int first = sh.rows.pair[t.expert], rows = sh.rows.pair[t.expert + 1] - first;
+    int first = sh.table.pair[t.expert], rows = sh.table.pair[t.expert + 1] - first;
     int gathered_column = kGathersA ? t.row : t.column, ordered_column = kGathersA ? t.column : t.row;
     int gathered_columns = kGathersA ? p.n : p.k, ordered_columns = kGathersA ? p.k : p.n;
-    int64_t soon[each];
-    auto look = [&](int begin) {
+    int64_t next_row[per_thread];
+    auto prefetch_rows = [&](int begin) {
 #pragma unroll
-      for (int i = 0; i < each; ++i) {
-        int r = begin + at + i * at_once;
-        soon[i] = r >= rows ? 0 : p.row ? p.row[first + r] : first + r;
+      for (int i = 0; i < per_thread; ++i) {
+        int r = begin + at + i * rows_at_once;
+        next_row[i] = r >= rows ? 0 : p.row ? p.row[first + r] : first + r;
       }
     };
-    look(0);
+    prefetch_rows(0);
 #pragma unroll 1
-    for (int begin = 0; begin < rows; begin += kStep, step<kStages>(stage, phase)) {
-      int64_t row[each];
+    for (int begin = 0; begin < rows; begin += kStep, advance<kStages>(stage, phase)) {
+      int64_t row[per_thread];
 #pragma unroll
-      for (int i = 0; i < each; ++i) row[i] = soon[i];
-      look(begin + kStep);  // is on its way while these are copied
-      barrier_wait(&sh.empty[stage], phase ^ 1);
+      for (int i = 0; i < per_thread; ++i) row[i] = next_row[i];
+      prefetch_rows(begin + kStep);  // in flight while the current rows are copied
+      mbarrier_wait(&sh.empty[stage], phase ^ 1);
       Stage& s = sh.stage[stage];
       __nv_bfloat16 *gathered = kGathersA ? s.a : s.b, *ordered = kGathersA ? s.b : s.a;
       bool whole = rows - begin >= kStep;
       if (thread == 0) {
-        barrier_expect(&sh.full[stage], whole ? ordered_width * kStep * 2 : 0);
+        mbarrier_expect_tx(&sh.full[stage], whole ? ordered_width * kStep * 2 : 0);
         if (whole)
           for (int j = 0; j < ordered_width; j += kStep)
-            copy_box(ordered + j * kStep, map, ordered_column + j, first + begin, &sh.full[stage]);
+            tma_load(ordered + j * kStep, map, ordered_column + j, first + begin, &sh.full[stage]);
       }
       copy_rows<gathered_width>(gathered + to, p.gathered, row, at, rows - begin, gathered_column + vector,
                                 gathered_columns);
       if (!whole) {
 #pragma unroll
-        for (int i = 0; i < each; ++i) row[i] = min(first + begin + at + i * at_once, first + rows - 1);
+        for (int i = 0; i < per_thread; ++i) row[i] = min(first + begin + at + i * rows_at_once, first + rows - 1);
         copy_rows<ordered_width>(ordered + to, p.ordered, row, at, rows - begin, ordered_column + vector,
                                  ordered_columns);
       }
-      copies_end();
+      cp_async_commit();
       if (pending < kLag) {
         ++pending;
       } else {
-        copies_wait<kLag>();
-        announce();
+        cp_async_wait<kLag>();
+        signal_full();
       }
     }
   }
-  copies_wait<0>();
-  for (; pending; --pending) announce();
+  cp_async_wait<0>();
+  for (; pending; --pending) signal_full();
 }
 
-__device__ __forceinline__ void multiply_rows(GradientsShared& sh, const Gradients& p) {
+// Consumer warpgroup: multiplies 64 of n of each tile.
+__device__ __forceinline__ void compute_gradients(GradientsShared& sh, const Gradients& p) {
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32, stage = 0, phase = 0;
-  bool late = group == 1, first = true;
-  uint64_t a0 = operand<true>(sh.stage[0].a + group * kGroupRows * kStep), b0 = operand<true>(sh.stage[0].b);
+  bool second_group = group == 1, first = true;
+  uint64_t a0 = smem_descriptor<true>(sh.stage[0].a + group * kGroupRows * kStep),
+           b0 = smem_descriptor<true>(sh.stage[0].b);
   float sums[128];
   MatrixTile t;
   for (int tile = blockIdx.x; matrix_tile(p, tile, t); tile += gridDim.x) {
-    int steps = (sh.rows.pair[t.expert + 1] - sh.rows.pair[t.expert] + kStep - 1) / kStep;
-    Place place(p.n, t.row + group * kGroupRows, 0);
+    int steps = (sh.table.pair[t.expert + 1] - sh.table.pair[t.expert] + kStep - 1) / kStep;
+    Coords place(p.n, t.row + group * kGroupRows, 0);
     __nv_bfloat16* out = p.out + static_cast<int64_t>(t.expert) * p.n * p.k;
     if (steps == 0) {
       float zeros[128] = {};
       store_rows(zeros, place, out, p.k, p.k, t.column);
       continue;
     }
-    if (first && late) named_barrier_sync(1, 256);
-    int before = 0;
+    if (first && second_group) named_barrier_sync(1, 256);
+    int previous = 0;
 #pragma unroll 1
     for (int k = 0; k < steps; ++k) {
-      barrier_wait(&sh.full[stage], phase);
+      mbarrier_wait(&sh.full[stage], phase);
       uint64_t a = a0 + stage * (kStageBytes >> 4), b = b0 + stage * (kStageBytes >> 4);
-      products_begin();
+      warpgroup_arrive();
 #pragma unroll
       for (int j = 0; j < kStep / 16; ++j)
-        multiply<true, true>(sums, a + j * kNext<true>, b + j * kNext<true>, k + j > 0);
-      products_end();
-      if (first && !late && k == min(kBehind, steps) - 1) named_barrier_arrive(1, 256);
+        wgmma<true, true>(sums, a + j * kDescriptorStep<true>, b + j * kDescriptorStep<true>, k + j > 0);
+      warpgroup_commit();
+      if (first && !second_group && k == min(kStagger, steps) - 1) named_barrier_arrive(1, 256);
       if (k > 0) {
-        products_wait<1>();
-        if (lane == 0) barrier_arrive(&sh.empty[before]);
+        warpgroup_wait<1>();
+        if (lane == 0) mbarrier_arrive(&sh.empty[previous]);
       }
-      before = stage;
-      step<kStages>(stage, phase);
+      previous = stage;
+      advance<kStages>(stage, phase);
     }
-    products_wait<0>();
-    products_taken(sums);
-    if (lane == 0) barrier_arrive(&sh.empty[before]);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(sums);
+    if (lane == 0) mbarrier_arrive(&sh.empty[previous]);
     first = false;
     store_rows(sums, place, out, p.k, p.k, t.column);
   }
 }
 
+// The weight gradient kernel; see the top of the file.
 template <bool kGathersA>
 __global__ void __launch_bounds__(kThreads, 1)
     matrix_gradients(const __grid_constant__ CUtensorMap ordered, const Gradients p) {
   extern __shared__ uint8_t raw[];
-  auto& sh = begin_block<GradientsShared>(raw, p.experts, 1 + 4);  // the copy engine's bytes, and warps that gather
+  auto& sh = prologue<GradientsShared>(raw, p.experts, 1 + 4);  // arrivals: TMA, and four gathering warps
   if (threadIdx.x / 128 == 2) {
-    registers_down<56>();
-    bring<kGathersA>(sh, &ordered, p);
+    setmaxnreg_dec<56>();
+    load_operands<kGathersA>(sh, &ordered, p);
   } else {
-    registers_up<224>();
-    multiply_rows(sh, p);
+    setmaxnreg_inc<224>();
+    compute_gradients(sh, p);
   }
 }
 
 template <bool kGathersA>
 cudaError_t launch_gradients(const Gradients& p, int pairs, cudaStream_t stream) {
   CUtensorMap map;
-  if (cudaError_t e = map_of(&map, p.ordered, Layout::kTransposed, kGathersA ? p.k : p.n, pairs, kStep)) return e;
+  if (cudaError_t e = make_tensor_map(&map, p.ordered, Layout::kTransposed, kGathersA ? p.k : p.n, pairs, kStep))
+    return e;
   constexpr auto kernel = matrix_gradients<kGathersA>;
   constexpr int bytes = sizeof(GradientsShared) + 1024;
-  int processors;
-  if (cudaError_t e = prepare<kernel>(bytes, 1, &processors)) return e;
-  int64_t tiles = int64_t{p.experts.count} * p.down * p.across;
-  unsigned blocks = static_cast<unsigned>(std::min<int64_t>(tiles, processors));
-  return launch_early(kernel, blocks, kThreads, bytes, stream, map, p);
+  int sms;
+  if (cudaError_t e = prepare<kernel>(bytes, 1, &sms)) return e;
+  int64_t tiles = int64_t{p.experts.count} * p.row_tiles * p.column_tiles;
+  unsigned blocks = static_cast<unsigned>(std::min<int64_t>(tiles, sms));
+  return launch_pdl(kernel, blocks, kThreads, bytes, stream, map, p);
 }
 
 }  // namespace
@@ -193,15 +205,16 @@ cudaError_t launch_gradients(const Gradients& p, int pairs, cudaStream_t stream)
 
 using namespace alignkit;
 
-// out [experts, n, k] = a^T . b over the pairs of each expert, rounded; 0 where it has none. Of a, if `gathers_a`, else of b, the
-// rows are `row` of them, a pair, or, if it is null, lie in the order of pairs as those of the other do, which has `pairs` rows
-// or more. n and k are multiples of 8. Returns a cudaError_t.
+// Compute out [experts, n, k] = a^T b over each expert's pairs, rounded to bf16; 0 for an expert without pairs.
+// Operand a, if `gathers_a`, otherwise b, has its rows selected by `row`, one per pair. If `row` is null, it lies in
+// expert order like the other operand, which has at least `pairs` rows. n and k are multiples of 8. Returns a
+// cudaError_t.
 extern "C" int alignkit_experts_gradients(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, int gathers_a,
                                           const int64_t* row, const int64_t* offsets, int experts, void* out, int pairs,
                                           int n, int k, cudaStream_t stream) {
-  if (experts > kMostExperts) return cudaErrorInvalidValue;
+  if (experts > kMaxExperts) return cudaErrorInvalidValue;
   Matrix of_a{a, a_pitch}, of_b{b, b_pitch};
-  int across = (k + kColumns - 1) / kColumns;
+  int column_tiles = (k + kColumns - 1) / kColumns;
   Gradients p = {gathers_a ? of_a : of_b,
                  gathers_a ? of_b : of_a,
                  row,
@@ -209,7 +222,7 @@ extern "C" int alignkit_experts_gradients(const void* a, int64_t a_pitch, const 
                  n,
                  k,
                  (n + kRows - 1) / kRows,
-                 across,
-                 {offsets, experts, across}};
+                 column_tiles,
+                 {offsets, experts, column_tiles}};
   return gathers_a ? launch_gradients<true>(p, pairs, stream) : launch_gradients<false>(p, pairs, stream);
 }

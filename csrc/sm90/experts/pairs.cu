@@ -1,32 +1,36 @@
-// The pairs of a row and one of its experts in the order of experts, those of an expert in the order of ids: how many of a block's
-// ids each expert has, and then each id behind those of its expert that come before it. Nothing is added in an order that could
-// matter.
+// Sorts the pairs (token, expert) by expert, stably: a counting sort of the router's ids in two kernels.
+//
+// count_pairs counts each CTA's ids by expert. place_pairs sums the counts of all CTAs and writes every pair behind its
+// expert's earlier ids. All arithmetic is on integers, so no result depends on the schedule.
+//
+// Launch: both kernels use one CTA of 8 warps per kIdsPerCta ids.
 #include <cstdint>
 
-#include "../ptx/dependent_launch.cuh"
+#include "../ptx/pdl.cuh"
 
 namespace alignkit {
 namespace {
 
-constexpr int kMostExperts = 1024;
-constexpr int kWarps = 8;
-constexpr int kEach = 8;  // ids of a lane
-constexpr int kIds = kWarps * 32 * kEach;  // of a block
+constexpr int kMaxExperts = 1024;  // mirrors csrc/sm90/experts/experts.cuh:kMaxExperts
+constexpr int kWarps = 8;          // schedule: warps per CTA
+constexpr int kIdsPerLane = 8;     // schedule: ids per lane
+constexpr int kIdsPerCta = kWarps * 32 * kIdsPerLane;
 
 struct Ids {
-  const void* ids;  // int64, or int32
+  const void* ids;  // int64, or int32 if `narrow`
   bool narrow;
   int count, top_k;
-  int64_t first;  // expert that counts
+  int64_t first;  // first local expert
   int experts;
-  int* counts;  // [blocks, experts + 1] of each block's ids
+  int* counts;  // [CTAs, experts + 1], ids per CTA and expert
 };
 
-struct Found {
+// Outputs: a pair's row and id index, an id's pair, and each expert's first pair.
+struct PairLists {
   int64_t *row, *choice, *place, *offsets;
 };
 
-// The number of an id's expert among those that count; for one that is none of them, `experts`; behind the last id, beyond.
+// Return the local index of id i's expert; `experts` for an id of no local expert; experts + 1 past the last id.
 __device__ __forceinline__ int expert_of(const Ids& p, int i) {
   if (i >= p.count) return p.experts + 1;
   int64_t id = p.narrow ? static_cast<const int*>(p.ids)[i] : static_cast<const int64_t*>(p.ids)[i];
@@ -34,103 +38,105 @@ __device__ __forceinline__ int expert_of(const Ids& p, int i) {
   return id >= 0 && id < p.experts ? static_cast<int>(id) : p.experts;
 }
 
-// How many of each expert a warp's ids are, to `at`. Of its ids, `mine` has those of this lane.
-__device__ __forceinline__ void count_ids(const Ids& p, int (&mine)[kEach], int* at) {
-  int lane = threadIdx.x % 32, begin = blockIdx.x * kIds + threadIdx.x / 32 * 32 * kEach + lane;
+// Add the counts of a warp's ids by expert to `counter`; set `expert` to the local experts of this lane's ids.
+__device__ __forceinline__ void count_ids(const Ids& p, int (&expert)[kIdsPerLane], int* counter) {
+  int lane = threadIdx.x % 32, begin = blockIdx.x * kIdsPerCta + threadIdx.x / 32 * 32 * kIdsPerLane + lane;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) mine[i] = expert_of(p, begin + i * 32);
+  for (int i = 0; i < kIdsPerLane; ++i) expert[i] = expert_of(p, begin + i * 32);
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    unsigned same = __match_any_sync(~0u, mine[i]);
-    if (__ffs(same) - 1 == lane && mine[i] <= p.experts) at[mine[i]] += __popc(same);
+  for (int i = 0; i < kIdsPerLane; ++i) {
+    unsigned peers = __match_any_sync(~0u, expert[i]);
+    if (__ffs(peers) - 1 == lane && expert[i] <= p.experts) counter[expert[i]] += __popc(peers);
     __syncwarp();
   }
 }
 
+// Count each CTA's ids by expert.
 __global__ void __launch_bounds__(kWarps * 32) count_pairs(const Ids p) {
-  __shared__ int at[kWarps][kMostExperts + 1];
-  for (int i = threadIdx.x; i < kWarps * (kMostExperts + 1); i += kWarps * 32) (&at[0][0])[i] = 0;
+  __shared__ int counter[kWarps][kMaxExperts + 1];
+  for (int i = threadIdx.x; i < kWarps * (kMaxExperts + 1); i += kWarps * 32) (&counter[0][0])[i] = 0;
   __syncthreads();
-  wait_for_kernel_before();
-  let_next_kernel_begin();
-  int mine[kEach];
-  count_ids(p, mine, at[threadIdx.x / 32]);
+  griddep_wait();
+  griddep_launch_dependents();
+  int expert[kIdsPerLane];
+  count_ids(p, expert, counter[threadIdx.x / 32]);
   __syncthreads();
   for (int e = threadIdx.x; e <= p.experts; e += kWarps * 32) {
     int sum = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += at[w][e];
+    for (int w = 0; w < kWarps; ++w) sum += counter[w][e];
     p.counts[static_cast<int64_t>(blockIdx.x) * (p.experts + 1) + e] = sum;
   }
 }
 
-__global__ void __launch_bounds__(kWarps * 32) place_pairs(const Ids p, const Found to) {
-  __shared__ int at[kWarps][kMostExperts + 1];
-  __shared__ int first[kMostExperts + 1];  // pair of an expert
-  for (int i = threadIdx.x; i < kWarps * (kMostExperts + 1); i += kWarps * 32) (&at[0][0])[i] = 0;
+// Write each id's pair behind the pairs of smaller experts and of the expert's earlier ids.
+__global__ void __launch_bounds__(kWarps * 32) place_pairs(const Ids p, const PairLists lists) {
+  __shared__ int counter[kWarps][kMaxExperts + 1];
+  __shared__ int first[kMaxExperts + 1];  // first pair of each expert
+  for (int i = threadIdx.x; i < kWarps * (kMaxExperts + 1); i += kWarps * 32) (&counter[0][0])[i] = 0;
   __syncthreads();
-  wait_for_kernel_before();
-  let_next_kernel_begin();
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, wide = p.experts + 1;
-  int mine[kEach];
-  count_ids(p, mine, at[warp]);
-  constexpr int most = (kMostExperts + kWarps * 32) / (kWarps * 32);
-  int before[most];  // ids of an expert, in other blocks
+  griddep_wait();
+  griddep_launch_dependents();
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, counters = p.experts + 1;
+  int expert[kIdsPerLane];
+  count_ids(p, expert, counter[warp]);
+  constexpr int per_thread = (kMaxExperts + kWarps * 32) / (kWarps * 32);
+  int before[per_thread];  // ids of an expert in earlier CTAs
 #pragma unroll
-  for (int j = 0; j < most; ++j) {
-    int e = threadIdx.x + j * kWarps * 32, all = 0;
+  for (int j = 0; j < per_thread; ++j) {
+    int e = threadIdx.x + j * kWarps * 32, total = 0;
     before[j] = 0;
     if (e > p.experts) continue;
 #pragma unroll 8
     for (unsigned b = 0; b < gridDim.x; ++b) {
-      int count = p.counts[static_cast<int64_t>(b) * wide + e];
-      all += count;
+      int count = p.counts[static_cast<int64_t>(b) * counters + e];
+      total += count;
       before[j] += b < blockIdx.x ? count : 0;
     }
-    first[e] = all;
+    first[e] = total;
   }
   __syncthreads();
   if (warp == 0) {
     int sum = 0;
-    for (int i = 0; i < wide; i += 32) {
-      int e = i + lane, all = e < wide ? first[e] : 0, through = all;
+    for (int i = 0; i < counters; i += 32) {
+      int e = i + lane, total = e < counters ? first[e] : 0, inclusive = total;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
-        int other = __shfl_up_sync(~0u, through, distance);
-        if (lane >= distance) through += other;
+        int other = __shfl_up_sync(~0u, inclusive, distance);
+        if (lane >= distance) inclusive += other;
       }
-      if (e < wide) first[e] = sum + through - all;
-      sum += __shfl_sync(~0u, through, 31);
+      if (e < counters) first[e] = sum + inclusive - total;
+      sum += __shfl_sync(~0u, inclusive, 31);
     }
   }
   __syncthreads();
 #pragma unroll
-  for (int j = 0; j < most; ++j) {
+  for (int j = 0; j < per_thread; ++j) {
     int e = threadIdx.x + j * kWarps * 32;
     if (e > p.experts) continue;
-    if (blockIdx.x == 0) to.offsets[e] = first[e];
+    if (blockIdx.x == 0) lists.offsets[e] = first[e];
     int next = first[e] + before[j];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      int count = at[w][e];
-      at[w][e] = next;
+      int count = counter[w][e];
+      counter[w][e] = next;
       next += count;
     }
   }
   __syncthreads();
-  int begin = blockIdx.x * kIds + warp * 32 * kEach + lane;
+  int begin = blockIdx.x * kIdsPerCta + warp * 32 * kIdsPerLane + lane;
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    int i = begin + j * 32, e = mine[j];
-    unsigned same = __match_any_sync(~0u, e);
+  for (int j = 0; j < kIdsPerLane; ++j) {
+    int i = begin + j * 32, e = expert[j];
+    unsigned peers = __match_any_sync(~0u, e);
     if (e <= p.experts) {
-      int pair = at[warp][e] + __popc(same & ((1u << lane) - 1));
-      to.place[i] = e < p.experts ? pair : -1;
-      to.row[pair] = i / p.top_k;
-      to.choice[pair] = i;
+      int pair = counter[warp][e] + __popc(peers & ((1u << lane) - 1));
+      lists.place[i] = e < p.experts ? pair : -1;
+      lists.row[pair] = i / p.top_k;
+      lists.choice[pair] = i;
     }
     __syncwarp();
-    if (__ffs(same) - 1 == lane && e <= p.experts) at[warp][e] += __popc(same);
+    if (__ffs(peers) - 1 == lane && e <= p.experts) counter[warp][e] += __popc(peers);
     __syncwarp();
   }
 }
@@ -140,15 +146,16 @@ __global__ void __launch_bounds__(kWarps * 32) place_pairs(const Ids p, const Fo
 
 using namespace alignkit;
 
-// Of `count` ids, int32 if `narrow`, else int64, `top_k` of a row: the pairs of the `experts` experts from `first` on, and behind
-// those the other ids. row and choice [count], place [count], -1 for these, offsets [experts + 1]. `counts` is a workspace of
-// ceil(count / 2048) (experts + 1) ints. Returns a cudaError_t.
+// Sort `count` ids, int32 if `narrow`, otherwise int64, `top_k` per row. The pairs of the `experts` experts from
+// `first` on come first, then the other ids.
+// Writes row and choice [count], place [count] with -1 for the other ids, and offsets [experts + 1]. `counts` is a
+// workspace of ceil(count / 2048) * (experts + 1) ints. Returns a cudaError_t.
 extern "C" int alignkit_experts_pairs(const void* ids, int narrow, int count, int top_k, int64_t first, int experts,
                                       int* counts, int64_t* row, int64_t* choice, int64_t* place, int64_t* offsets,
                                       cudaStream_t stream) {
-  if (experts > kMostExperts) return cudaErrorInvalidValue;
+  if (experts > kMaxExperts) return cudaErrorInvalidValue;
   Ids p = {ids, narrow != 0, count, top_k, first, experts, counts};
-  unsigned blocks = (count + kIds - 1) / kIds;
-  if (cudaError_t e = launch_early(count_pairs, blocks, kWarps * 32, 0, stream, p)) return e;
-  return launch_early(place_pairs, blocks, kWarps * 32, 0, stream, p, Found{row, choice, place, offsets});
+  unsigned ctas = (count + kIdsPerCta - 1) / kIdsPerCta;
+  if (cudaError_t e = launch_pdl(count_pairs, ctas, kWarps * 32, 0, stream, p)) return e;
+  return launch_pdl(place_pairs, ctas, kWarps * 32, 0, stream, p, PairLists{row, choice, place, offsets});
 }

@@ -1,5 +1,10 @@
-// The head: logits = hidden . weight^T, which never leave the chip. What becomes of them is computed from the registers of
-// the product: the statistics of the contract, or the gradient of the logits.
+// The LM head fused with log-softmax: GEMM logits = hidden . weight^T. The epilogue computes from the accumulators the
+// contract's statistics per tile of 128 ids (forward) or the gradient of the logits (backward). The GEMM's output goes
+// to memory only if `products` is given.
+//
+// - Tile, warp specialization, launch shape: gemm/gemm.cuh; rows are tokens, columns are vocabulary ids.
+// - Order of summation: each logit is one chain over k. The statistics are a maximum and integer sums, so their order
+//   does not matter.
 #include <cmath>
 #include <type_traits>
 
@@ -10,33 +15,36 @@
 namespace alignkit {
 namespace {
 
-constexpr int kTile = 128;  // ids of a tile of the contract
-constexpr int kOne = 0x3f800000;  // 1.0f
+constexpr int kTile = 128;        // mirrors alignkit/contract/constants.py:VOCAB_TILE
+constexpr int kOne = 0x3f800000;  // hardware: bits of 1.0f
 
-__device__ __forceinline__ float larger(float a, float b) {  // NaN if one is
+// Maximum of a and b; NaN if either is NaN.
+__device__ __forceinline__ float max_nan(float a, float b) {
   float c;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
   return c;
 }
 
-// v in [0, 1] in multiples of 2^-23, plus kOne.
+// v in [0, 1] rounded to a multiple of 2^-23, as an integer plus kOne.
 __device__ __forceinline__ uint32_t fixed_plus_one(float v) { return __float_as_uint(v + 1.0f); }
 
-// From a product to a logit. kPlain: the product is the logit.
+// logit = scale * cap * tanh((x + bias) / cap) / temperature for the GEMM's output x; absent parts are skipped. The
+// epilogues' kPlain means that all are absent.
 struct Transform {
-  const float* bias;  // of the first id
+  const float* bias;  // [ids] or null
   float cap, scale;
   bool capped, scaled;
-  const float* temperature;  // a row; null: 1
+  const float* temperature;  // [rows] or null
 
   bool none() const { return !bias && !capped && !scaled && !temperature; }
 };
 
+// Transform x to a logit; `capped` is the value after soft-capping.
 __device__ __forceinline__ float logit(float x, const Transform& how, float bias, float temperature, float& capped) {
   if (how.bias) x = x + bias;
   if (how.capped) {
     x = __fdiv_rn(x, how.cap);
-    if (fabsf(x) < 0x1p-126f) x = 0.0f;  // as it does in Triton, whose tanh flushes these
+    if (fabsf(x) < 0x1p-126f) x = 0.0f;  // Triton's tanh flushes denormals: give the same bits
     x = tanhf(x) * how.cap;
   }
   capped = x;
@@ -45,21 +53,23 @@ __device__ __forceinline__ float logit(float x, const Transform& how, float bias
   return x;
 }
 
+// Epilogue of the forward pass: per row and tile, m = max z, q = sum of rint(2^23 e) and, with kEntropy, u = sum of
+// rint(2^23 e (m - z)), where e = exp(z - m); and the target's logit.
 template <bool kEntropy, bool kPlain>
 struct Statistics : FromZero {
   Transform how;
-  const int64_t* target;  // a row, or null
-  int64_t first;          // the global id of id 0
-  float* m;
-  int* q;
-  int* u;        // or null
-  int64_t pitch;  // elements of these from row to row; tiles are contiguous
-  float* z_target;
-  float* products;  // [rows, products_pitch], or null
+  const int64_t* target;  // [rows] global ids, or null
+  int64_t first;          // the global id of column 0
+  float* m;               // [rows, tiles]
+  int* q;                 // [rows, tiles]
+  int* u;                 // [rows, tiles] or null
+  int64_t pitch;          // elements between rows of m, q and u
+  float* z_target;        // [rows], written by the shard that holds the target
+  float* products;        // the GEMM's output [rows, products_pitch], or null
   int64_t products_pitch;  // a multiple of 4, at least ids
 
   __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id, State) const {
-    Place p(s.m, group_row, first_id);
+    Coords p(s.m, group_row, first_id);
     if (!kPlain && products) {
       store_products<0>(s, z, p);
       store_products<1>(s, z, p);
@@ -68,7 +78,7 @@ struct Statistics : FromZero {
       float t[2] = {1.0f, 1.0f};
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        if (how.temperature && p.here[h]) t[h] = how.temperature[p.row + 8 * h];
+        if (how.temperature && p.valid[h]) t[h] = how.temperature[p.row + 8 * h];
 #pragma unroll
       for (int i = 0; i < 128; ++i) {
         int id = p.column + i / 4 * 8 + i % 2;
@@ -84,29 +94,29 @@ struct Statistics : FromZero {
     if (target) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        int64_t at = (p.here[h] ? target[p.row + 8 * h] : -1) - first - first_id;
-        bool mine = at >= 0 && at < kColumns && first_id + at < s.n && (at % 8) / 2 == p.lane % 4;
-        if (!__any_sync(~0u, mine)) continue;
-        int which = mine ? static_cast<int>(at / 8) * 4 + static_cast<int>(at % 2) + 2 * h : -1;
+        int64_t at = (p.valid[h] ? target[p.row + 8 * h] : -1) - first - first_id;
+        bool owned = at >= 0 && at < kColumns && first_id + at < s.n && (at % 8) / 2 == p.lane % 4;
+        if (!__any_sync(~0u, owned)) continue;
+        int index = owned ? static_cast<int>(at / 8) * 4 + static_cast<int>(at % 2) + 2 * h : -1;
         float value = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 128; ++i) value = i == which ? z[i] : value;
-        if (mine) z_target[p.row + 8 * h] = value;
+        for (int i = 0; i < 128; ++i) value = i == index ? z[i] : value;
+        if (owned) z_target[p.row + 8 * h] = value;
       }
     }
 #pragma unroll
     for (int tile = 0; tile < kColumns / kTile; ++tile) {
-      // Between what is computed, so that nothing waits for the stores.
+      // Interleaved with the arithmetic, to hide the stores.
       if (kPlain && products && tile == 0) store_products<0>(s, z, p);
       if (kPlain && products && tile == 1) store_products<1>(s, z, p);
       float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-      for (int i = 0; i < 64; ++i) top[i / 2 % 2] = larger(top[i / 2 % 2], z[64 * tile + i]);
+      for (int i = 0; i < 64; ++i) top[i / 2 % 2] = max_nan(top[i / 2 % 2], z[64 * tile + i]);
       bool finite[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        top[h] = larger(top[h], __shfl_xor_sync(~0u, top[h], 1));
-        top[h] = larger(top[h], __shfl_xor_sync(~0u, top[h], 2));
+        top[h] = max_nan(top[h], __shfl_xor_sync(~0u, top[h], 1));
+        top[h] = max_nan(top[h], __shfl_xor_sync(~0u, top[h], 2));
         finite[h] = top[h] > -INFINITY && top[h] < INFINITY;
       }
       uint32_t sum[2] = {0, 0}, weighted[2] = {0, 0};
@@ -114,7 +124,7 @@ struct Statistics : FromZero {
       for (int i = 0; i < 64; ++i) {
         int h = i / 2 % 2;
         float d = z[64 * tile + i] - top[h];
-        if (kEntropy) d = fmaxf(d, -200.0f);  // where e is 0, so that 0 times infinity is not NaN
+        if (kEntropy) d = fmaxf(d, -200.0f);  // e is 0 there; avoids 0 * inf = NaN
         float e = exponential(d);
         sum[h] += fixed_plus_one(e);
         if (kEntropy) weighted[h] += fixed_plus_one(e * -d);
@@ -124,43 +134,43 @@ struct Statistics : FromZero {
         sum[h] = quad_sum(finite[h] ? sum[h] - 32u * kOne : 0u);
         if (kEntropy) weighted[h] = quad_sum(finite[h] ? weighted[h] - 32u * kOne : 0u);
       }
-      put(s, p, first_id, tile, p.lane % 2 ? top[1] : top[0], p.lane % 2 ? sum[1] : sum[0],
-          p.lane % 2 ? weighted[1] : weighted[0]);
+      store_statistics(s, p, first_id, tile, p.lane % 2 ? top[1] : top[0], p.lane % 2 ? sum[1] : sum[0],
+                       p.lane % 2 ? weighted[1] : weighted[0]);
     }
   }
 
-  // Those of no ids, for rows that do not count.
+  // Write the statistics of an empty tile, for rows that are not valid.
   __device__ __forceinline__ void skip(const Shape& s, int group_row, int first_id) const {
-    Place p(s.m, group_row, first_id);
-    for (int tile = 0; tile < kColumns / kTile; ++tile) put(s, p, first_id, tile, -INFINITY, 0, 0);
+    Coords p(s.m, group_row, first_id);
+    for (int tile = 0; tile < kColumns / kTile; ++tile) store_statistics(s, p, first_id, tile, -INFINITY, 0, 0);
   }
 
-  // The statistics of a tile. Of four lanes with the same two rows, an even one writes the first row's, an odd one the other's.
-  __device__ __forceinline__ void put(const Shape& s, const Place& p, int first_id, int tile, float top, uint32_t sum,
-                                      uint32_t weighted) const {
+  // Store a tile's statistics. Four lanes share two rows: even lanes store the first row's, odd lanes the second's.
+  __device__ __forceinline__ void store_statistics(const Shape& s, const Coords& p, int first_id, int tile, float top,
+                                                   uint32_t sum, uint32_t weighted) const {
     int h = p.lane % 2;
-    if (!(h ? p.here[1] : p.here[0]) || first_id + tile * kTile >= s.n) return;
-    int64_t to = (p.row + 8 * h) * pitch + first_id / kTile + tile;
+    if (!(h ? p.valid[1] : p.valid[0]) || first_id + tile * kTile >= s.n) return;
+    int64_t index = (p.row + 8 * h) * pitch + first_id / kTile + tile;
     if (p.lane % 4 < 2) {
-      m[to] = top;
-      q[to] = static_cast<int>(sum);
+      m[index] = top;
+      q[index] = static_cast<int>(sum);
     } else if (kEntropy) {
-      u[to] = static_cast<int>(weighted);
+      u[index] = static_cast<int>(weighted);
     }
   }
 
-  // Those of half kHalf of the columns.
+  // Store the GEMM's output for half kHalf of the columns.
   template <int kHalf>
-  __device__ __forceinline__ void store_products(const Shape& s, const float (&z)[128], const Place& p) const {
+  __device__ __forceinline__ void store_products(const Shape& s, const float (&z)[128], const Coords& p) const {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       if (i % 16 / 8 != kHalf) continue;
       float4 quad = quad_of(z, p, i);
       int id = p.quad + i % 16 * 16;
       float* to = products + (p.row + i / 16 * 8) * products_pitch + id;
-      if (p.here[i / 16] && id + 3 < s.n) {
+      if (p.valid[i / 16] && id + 3 < s.n) {
         *reinterpret_cast<float4*>(to) = quad;
-      } else if (p.here[i / 16] && id < s.n) {
+      } else if (p.valid[i / 16] && id < s.n) {
         to[0] = quad.x;
         if (id + 1 < s.n) to[1] = quad.y;
         if (id + 2 < s.n) to[2] = quad.z;
@@ -168,78 +178,81 @@ struct Statistics : FromZero {
     }
   }
 
+  // Sum v over the four lanes that share rows.
   static __device__ __forceinline__ uint32_t quad_sum(uint32_t v) {
     v += __shfl_xor_sync(~0u, v, 1);
     return v + __shfl_xor_sync(~0u, v, 2);
   }
 };
 
+// Epilogue of the backward pass: the gradient of the GEMM's output, in bf16, from those of logp and (kEntropy) entropy.
 template <bool kEntropy, bool kPlain>
 struct Gradient : FromZero {
   Transform how;
-  const int64_t* target;
-  int64_t first;
-  const float *lse, *entropy, *g_logp, *g_entropy;  // a row; entropy and g_entropy may be null
+  const int64_t* target;                            // [rows] global ids
+  int64_t first;                                    // the global id of column 0
+  const float *lse, *entropy, *g_logp, *g_entropy;  // [rows]; entropy and g_entropy may be null
   __nv_bfloat16* dz;                                // [rows, width]
   int64_t width;                                    // a multiple of 8, at least ids
 
-  // Of a thread's two rows, as it lies in memory, so that nothing waits for it before run.
+  // Inputs of a thread's two rows, loaded before the mainloop and not converted, so that only run waits for them.
   struct State {
     int64_t target[2];
     float lse[2], g[2], entropy[2], g_entropy[2], temperature[2];
   };
 
   __device__ __forceinline__ State begin(const Shape& s, float (&)[128], int group_row, int first_id) const {
-    Place p(s.m, group_row, first_id);
-    State of;
+    Coords p(s.m, group_row, first_id);
+    State state;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int row = min(p.row + 8 * h, s.m - 1);
-      of.target[h] = target[row];
-      of.lse[h] = lse[row];
-      of.g[h] = g_logp[row];
-      of.entropy[h] = kEntropy ? entropy[row] : 0.0f;
-      of.g_entropy[h] = kEntropy ? g_entropy[row] : 0.0f;
-      of.temperature[h] = !kPlain && how.temperature ? how.temperature[row] : 1.0f;
+      state.target[h] = target[row];
+      state.lse[h] = lse[row];
+      state.g[h] = g_logp[row];
+      state.entropy[h] = kEntropy ? entropy[row] : 0.0f;
+      state.g_entropy[h] = kEntropy ? g_entropy[row] : 0.0f;
+      state.temperature[h] = !kPlain && how.temperature ? how.temperature[row] : 1.0f;
     }
-    return of;
+    return state;
   }
 
-  __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id, const State& of) const {
-    Place p(s.m, group_row, first_id);
-    int at[2];  // the target's id here; -1: elsewhere; -2: the row does not count
-    bool mine = false, edge = first_id + kColumns > s.n;
+  __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id,
+                                      const State& state) const {
+    Coords p(s.m, group_row, first_id);
+    int at[2];  // the target's column; -1: not in this shard; -2: the row is not valid or its target is negative
+    bool owned = false, edge = first_id + kColumns > s.n;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      int64_t id = p.here[h] ? of.target[h] : -1;
+      int64_t id = p.valid[h] ? state.target[h] : -1;
       at[h] = id < 0 ? -2 : id >= first && id < first + s.n ? static_cast<int>(id - first) : -1;
-      mine |= at[h] >= first_id && at[h] < first_id + kColumns;
+      owned |= at[h] >= first_id && at[h] < first_id + kColumns;
       edge |= at[h] == -2;
     }
-    mine = __any_sync(~0u, mine);
+    owned = __any_sync(~0u, owned);
     edge = __any_sync(~0u, edge);
-    if (!kPlain || mine || edge)
-      by_products<true>(s, z, p, of, at);
+    if (!kPlain || owned || edge)
+      differentiate<true>(s, z, p, state, at);
     else
-      by_products<false>(s, z, p, of, at);
+      differentiate<false>(s, z, p, state, at);
     store_rows(z, p, dz, width, width, first_id);
   }
 
-  // kSpecial: a target is here, or what does not count.
+  // z <- the gradient. kSpecial: the warp's tile has a target, a row that is not valid or a column past the last id.
   template <bool kSpecial>
-  __device__ __forceinline__ void by_products(const Shape& s, float (&z)[128], const Place& p, const State& of,
-                                              const int (&at)[2]) const {
+  __device__ __forceinline__ void differentiate(const Shape& s, float (&z)[128], const Coords& p, const State& state,
+                                                const int (&at)[2]) const {
 #pragma unroll
     for (int i = 0; i < 128; ++i) {
       int h = i / 2 % 2, id = p.column + i / 4 * 8 + i % 2;
       float capped;
       if (!kPlain) {
         float bias = how.bias && id < s.n ? how.bias[id] : 0.0f;
-        z[i] = logit(z[i], how, bias, of.temperature[h], capped);
+        z[i] = logit(z[i], how, bias, state.temperature[h], capped);
       }
-      float d = gradient(z[i] - of.lse[h], of.g[h], of.g_entropy[h], of.entropy[h]);
-      if (kSpecial && id == at[h]) d = d + of.g[h];
-      if (!kPlain && how.temperature) d = __fdiv_rn(d, of.temperature[h]);
+      float d = gradient(z[i] - state.lse[h], state.g[h], state.g_entropy[h], state.entropy[h]);
+      if (kSpecial && id == at[h]) d = d + state.g[h];
+      if (!kPlain && how.temperature) d = __fdiv_rn(d, state.temperature[h]);
       if (!kPlain && how.scaled) d = d * how.scale;
       if (!kPlain && how.capped) {
         float c = __fdiv_rn(capped, how.cap);
@@ -249,17 +262,17 @@ struct Gradient : FromZero {
     }
   }
 
-  // By the logit of an id that is not the target, from its logprob.
+  // Gradient by the logit of an id other than the target, from the id's logprob.
   static __device__ __forceinline__ float gradient(float lp, float g, float g_entropy, float entropy) {
     float e = exponential(lp), d = -(g * e);
     if (kEntropy) d = e == 0.0f ? 0.0f : d - g_entropy * (e * (lp + entropy));
     return d;
   }
 
-  // Zeros for rows that do not count.
+  // Store zeros for rows that are not valid.
   __device__ __forceinline__ void skip(const Shape& s, int group_row, int first_id) const {
     float zeros[128] = {};
-    store_rows(zeros, Place(s.m, group_row, first_id), dz, width, width, first_id);
+    store_rows(zeros, Coords(s.m, group_row, first_id), dz, width, width, first_id);
   }
 };
 
@@ -268,8 +281,9 @@ struct Gradient : FromZero {
 
 using namespace alignkit;
 
+// Arguments, filled by alignkit/ops/linear_logp/cuda.py; see Count, Transform and the epilogues.
 struct AlignkitHead {
-  const void *hidden, *weight;
+  const void *hidden, *weight;  // bf16 [rows, k], [ids, k]
   int64_t hidden_pitch, weight_pitch;
   int rows, ids, k;
   const int* count;
@@ -281,14 +295,15 @@ struct AlignkitHead {
   const int64_t* target;
   int64_t first;
 };
-ALIGNKIT_LAYOUT(AlignkitHead, hidden, weight, hidden_pitch, weight_pitch, rows, ids, k, count, before, bias, temperature,
-                cap, scale, capped, scaled, target, first)
+ALIGNKIT_LAYOUT(AlignkitHead, hidden, weight, hidden_pitch, weight_pitch, rows, ids, k, count, before, bias,
+                temperature, cap, scale, capped, scaled, target, first)
 
 namespace {
-Transform transform_of(const AlignkitHead& h) {
+Transform make_transform(const AlignkitHead& h) {
   return {h.bias, h.cap, h.scale, h.capped != 0, h.scaled != 0, h.temperature};
 }
 
+// Launch the head's GEMM with this epilogue.
 template <class Epilogue>
 cudaError_t launch_head(const AlignkitHead& h, const Epilogue& epilogue, cudaStream_t stream) {
   Shape s{h.rows, h.ids, h.k, {h.count, h.before}, {}};
@@ -296,35 +311,40 @@ cudaError_t launch_head(const AlignkitHead& h, const Epilogue& epilogue, cudaStr
                                                 stream);
 }
 
-// run(entropy, plain), with each a constant.
+// Call run(entropy, plain) with both as compile-time constants.
 template <class Run>
-cudaError_t of_kind(bool entropy, bool plain, const Run& run) {
+cudaError_t dispatch(bool entropy, bool plain, const Run& run) {
   std::true_type yes;
   std::false_type no;
   return entropy ? (plain ? run(yes, yes) : run(yes, no)) : (plain ? run(no, yes) : run(no, no));
 }
 }  // namespace
 
-// All return a cudaError_t.
+// The functions below return a cudaError_t.
 
+// Forward: m, q, u [rows, tiles] with `pitch` elements between rows; z_target [rows]. u, target and products may be
+// null.
 extern "C" int alignkit_head_statistics(const AlignkitHead* h, float* m, int* q, int* u, int64_t pitch, float* z_target,
                                         float* products, int64_t products_pitch, cudaStream_t stream) {
-  Transform how = transform_of(*h);
-  return of_kind(u != nullptr, how.none(), [&](auto entropy, auto plain) {
+  Transform how = make_transform(*h);
+  return dispatch(u != nullptr, how.none(), [&](auto entropy, auto plain) {
     Statistics<entropy, plain> e{{}, how, h->target, h->first, m, q, u, pitch, z_target, products, products_pitch};
     return launch_head(*h, e, stream);
   });
 }
 
+// Backward: dz [rows, width] bf16 <- the gradient of the GEMM's output, zero in invalid rows and in columns past the
+// last id. entropy and g_entropy may be null.
 extern "C" int alignkit_head_gradient(const AlignkitHead* h, const float* lse, const float* entropy,
                                       const float* g_logp, const float* g_entropy, void* dz, int64_t width,
                                       cudaStream_t stream) {
-  Transform how = transform_of(*h);
-  return of_kind(entropy != nullptr, how.none(), [&](auto with_entropy, auto plain) {
+  Transform how = make_transform(*h);
+  return dispatch(entropy != nullptr, how.none(), [&](auto with_entropy, auto plain) {
     Gradient<with_entropy, plain> e{{},      how,    h->target, h->first, lse,
                                     entropy, g_logp, g_entropy, static_cast<__nv_bfloat16*>(dz), width};
     return launch_head(*h, e, stream);
   });
 }
 
+// The message of a cudaError_t.
 extern "C" const char* alignkit_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

@@ -1,50 +1,59 @@
-// The products of the head's backward pass, over the rows that count: the device knows how many these are, the host does not.
+// The two GEMMs of the head's backward pass: dhidden = dz . weight and dweight = dz^T . hidden, over the valid rows.
+// Only the device knows the number of valid rows.
+//
+// - Tile, warp specialization, launch shape: gemm/gemm.cuh; weight, dz^T and hidden are MN-major (kTransposed).
+// - Order of summation: each output is one chain, over ids for dhidden and over rows for dweight. The chain starts from
+//   zero or from the output; the result is stored in fp32, rounded to bf16, or added in fp32 to the output.
+// - Overlap: dweight starts on clusters that are idle in dhidden's last wave (Order::kOverlap).
 #include "../../interface.h"
 #include "../gemm/gemm.cuh"
 
 namespace alignkit {
 namespace {
 
-// fp32 [m, n], rows `pitch` elements apart; both multiples of 4.
+// An fp32 output [m, n] with `pitch` elements between rows; n and pitch are multiples of 4.
 struct Out {
   float* data;
   int64_t pitch;
 
-  __device__ __forceinline__ bool here(const Shape& s, const Place& p, int i) const {
-    return p.here[i / 16] && p.quad + i % 16 * 16 < s.n;
+  // Quad i (see quad_of) is inside the matrix.
+  __device__ __forceinline__ bool valid(const Shape& s, const Coords& p, int i) const {
+    return p.valid[i / 16] && p.quad + i % 16 * 16 < s.n;
   }
 
-  __device__ __forceinline__ float4& at(const Place& p, int i) const {
+  // The location of quad i.
+  __device__ __forceinline__ float4& at(const Coords& p, int i) const {
     return *reinterpret_cast<float4*>(data + (p.row + i / 16 * 8) * pitch + p.quad + i % 16 * 16);
   }
 
-  // Rows of a block's tile.
+  // Prefetch a CTA's tile to L2.
   __device__ __forceinline__ void prefetch(const Shape& s, int row, int first_column) const {
-    const float* from = data + row * pitch + first_column;
+    const float* src = data + row * pitch + first_column;
     int bytes = min(s.n - first_column, kColumns) * static_cast<int>(sizeof(float));
 #pragma unroll 1
-    for (int i = min(s.m - row, kRows); i > 0; --i, from += pitch) alignkit::prefetch(from, bytes);
+    for (int i = min(s.m - row, kRows); i > 0; --i, src += pitch) alignkit::prefetch(src, bytes);
   }
 
+  // Zero a warpgroup's tile.
   __device__ __forceinline__ void zero(const Shape& s, int group_row, int first_column) const {
-    Place p(s.m, group_row, first_column);
+    Coords p(s.m, group_row, first_column);
 #pragma unroll
     for (int i = 0; i < kQuads; ++i)
-      if (here(s, p, i)) at(p, i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (valid(s, p, i)) at(p, i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 };
 
-// Chains that go on from `out` if kResume.
+// Epilogue: chains that continue from `out` if kResume, else start from zero; stored in fp32.
 template <bool kResume>
 struct Chains {
   static constexpr bool kResumes = kResume;
   struct State {};
   Out out;
 
-  // Every sum is loaded, whatever its place: loads under a condition would keep the compiler from overlapping products.
+  // Loads are unconditional, with clamped addresses: conditional loads would keep the compiler from overlapping wgmmas.
   __device__ __forceinline__ State begin(const Shape& s, float (&sums)[128], int group_row, int first_column) const {
     if (!kResume) return {};
-    Place p(s.m, group_row, first_column);
+    Coords p(s.m, group_row, first_column);
     float4 quads[kQuads];
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
@@ -60,12 +69,13 @@ struct Chains {
     if (kResume) out.prefetch(s, row, first_column);
   }
 
-  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column, State) const {
-    Place p(s.m, group_row, first_column);
+  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column,
+                                      State) const {
+    Coords p(s.m, group_row, first_column);
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       float4 quad = quad_of(sums, p, i);
-      if (out.here(s, p, i)) out.at(p, i) = quad;
+      if (out.valid(s, p, i)) out.at(p, i) = quad;
     }
   }
 
@@ -74,7 +84,7 @@ struct Chains {
   }
 };
 
-// Chains from zero, which are added to `out`.
+// Epilogue: chains from zero, added in fp32 to `out`.
 struct Added : FromZero {
   Out out;
 
@@ -82,19 +92,20 @@ struct Added : FromZero {
     out.prefetch(s, row, first_column);
   }
 
-  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column, State) const {
-    Place p(s.m, group_row, first_column);
-    constexpr int some = 16;  // loads that are on their way together
+  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column,
+                                      State) const {
+    Coords p(s.m, group_row, first_column);
+    constexpr int batch = 16;  // schedule: loads in flight
 #pragma unroll
-    for (int i = 0; i < kQuads; i += some) {
-      float4 before[some];
+    for (int i = 0; i < kQuads; i += batch) {
+      float4 before[batch];
 #pragma unroll
-      for (int j = 0; j < some; ++j)
-        before[j] = out.here(s, p, i + j) ? out.at(p, i + j) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (int j = 0; j < batch; ++j)
+        before[j] = out.valid(s, p, i + j) ? out.at(p, i + j) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-      for (int j = 0; j < some; ++j) {
+      for (int j = 0; j < batch; ++j) {
         float4 a = before[j], b = quad_of(sums, p, i + j);
-        if (out.here(s, p, i + j)) out.at(p, i + j) = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+        if (out.valid(s, p, i + j)) out.at(p, i + j) = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
       }
     }
   }
@@ -102,11 +113,13 @@ struct Added : FromZero {
   __device__ __forceinline__ void skip(const Shape&, int, int) const {}
 };
 
+// Epilogue: chains from zero, rounded to bf16.
 struct Rounded : FromZero {
   __nv_bfloat16* out;  // [m, n], n a multiple of 8
 
-  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column, State) const {
-    store_rows(sums, Place(s.m, group_row, first_column), out, s.n, s.n, first_column);
+  __device__ __forceinline__ void run(const Shape& s, float (&sums)[128], int group_row, int first_column,
+                                      State) const {
+    store_rows(sums, Coords(s.m, group_row, first_column), out, s.n, s.n, first_column);
   }
 
   __device__ __forceinline__ void skip(const Shape& s, int group_row, int first_column) const {
@@ -117,11 +130,12 @@ struct Rounded : FromZero {
 
 constexpr Layout kPlain = Layout::kPlain, kTransposed = Layout::kTransposed;
 
-// before: the product launched before, of which this one reads nothing; or null.
+// Launch dweight's GEMM. before: the shape of the GEMM launched just before, whose output this one does not read, or
+// null.
 template <class Epilogue>
-cudaError_t by_rows(const Matrix& dz, const Matrix& hidden, const Shape& s, const Epilogue& epilogue, const Shape* before,
-                    cudaStream_t stream) {
-  return before ? launch<kTransposed, kTransposed, Order::kBeside>(dz, hidden, s, epilogue, stream, before)
+cudaError_t launch_dweight(const Matrix& dz, const Matrix& hidden, const Shape& s, const Epilogue& epilogue,
+                           const Shape* before, cudaStream_t stream) {
+  return before ? launch<kTransposed, kTransposed, Order::kOverlap>(dz, hidden, s, epilogue, stream, before)
                 : launch<kTransposed, kTransposed>(dz, hidden, s, epilogue, stream);
 }
 
@@ -130,6 +144,7 @@ cudaError_t by_rows(const Matrix& dz, const Matrix& hidden, const Shape& s, cons
 
 using namespace alignkit;
 
+// Arguments, filled by alignkit/ops/linear_logp/cuda.py.
 struct AlignkitHeadProducts {
   const void *dz, *weight, *hidden;
   int64_t dz_pitch, weight_pitch, hidden_pitch;
@@ -146,27 +161,30 @@ struct AlignkitHeadProducts {
 ALIGNKIT_LAYOUT(AlignkitHeadProducts, dz, weight, hidden, dz_pitch, weight_pitch, hidden_pitch, rows, ids, d, count,
                 before, dhidden, dhidden_pitch, resume, dweight, dweight_pitch, rounded, add)
 
-// dhidden [rows, d] = dz [rows, ids] . weight [ids, d], which goes on from what dhidden holds if `resume`, and dweight [ids, d]
-// = dz^T . hidden [rows, d], bf16 if `rounded` (and contiguous), else added to what it holds if `add`; either may be null. Of
-// the rows, `before` of a batch come before these and the first *count of the batch count; the others are taken for zeros.
-// Returns a cudaError_t.
+// dhidden [rows, d] = dz [rows, ids] . weight [ids, d], and dweight [ids, d] = dz^T . hidden [rows, d]; either output
+// may be null. Returns a cudaError_t.
+//
+// - resume: dhidden's chains continue from its contents.
+// - rounded: dweight is bf16 and contiguous; otherwise fp32, added to its contents if `add`.
+// - count, before: see Count; rows that are not valid contribute zeros.
 extern "C" int alignkit_head_products(const AlignkitHeadProducts* p, cudaStream_t stream) {
   Matrix dz{p->dz, p->dz_pitch};
   Count count{p->count, p->before};
-  const Shape of_dhidden{p->rows, p->d, p->ids, count, {}};
+  const Shape dhidden_shape{p->rows, p->d, p->ids, count, {}};
   if (p->dhidden) {
     Matrix weight{p->weight, p->weight_pitch};
     Out out{p->dhidden, p->dhidden_pitch};
-    cudaError_t e = p->resume ? launch<kPlain, kTransposed>(dz, weight, of_dhidden, Chains<true>{out}, stream)
-                              : launch<kPlain, kTransposed>(dz, weight, of_dhidden, Chains<false>{out}, stream);
+    cudaError_t e = p->resume ? launch<kPlain, kTransposed>(dz, weight, dhidden_shape, Chains<true>{out}, stream)
+                              : launch<kPlain, kTransposed>(dz, weight, dhidden_shape, Chains<false>{out}, stream);
     if (e) return e;
   }
   if (!p->dweight) return cudaSuccess;
   Shape s{p->ids, p->d, p->rows, count, {}};
   Matrix hidden{p->hidden, p->hidden_pitch};
-  const Shape* before = p->dhidden ? &of_dhidden : nullptr;
-  if (p->rounded) return by_rows(dz, hidden, s, Rounded{{}, static_cast<__nv_bfloat16*>(p->dweight)}, before, stream);
+  const Shape* before = p->dhidden ? &dhidden_shape : nullptr;
+  if (p->rounded)
+    return launch_dweight(dz, hidden, s, Rounded{{}, static_cast<__nv_bfloat16*>(p->dweight)}, before, stream);
   Out out{static_cast<float*>(p->dweight), p->dweight_pitch};
-  return p->add ? by_rows(dz, hidden, s, Added{{}, out}, before, stream)
-                : by_rows(dz, hidden, s, Chains<false>{out}, before, stream);
+  return p->add ? launch_dweight(dz, hidden, s, Added{{}, out}, before, stream)
+                : launch_dweight(dz, hidden, s, Chains<false>{out}, before, stream);
 }

@@ -1,17 +1,19 @@
-// ex2: powers of 2 by the hardware, and the exponential of the contract, 2^(x log2 e).
+// ex2.approx.ftz, and the exponential of the sm90 contract: exp(x) = ex2(x * log2 e), the product rounded to fp32.
 #pragma once
 
 namespace alignkit {
 
-__device__ __forceinline__ float power_of_2(float x) {
+// 2^x; denormal inputs and results are flushed to zero.
+__device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
+// exp(x) of the contract.
 __device__ __forceinline__ float exponential(float x) {
   constexpr float log2e = 1.4426950408889634f;
-  return power_of_2(x * log2e);
+  return exp2_approx(x * log2e);
 }
 
 }  // namespace alignkit

@@ -1,14 +1,15 @@
-// ldmatrix and stmatrix: matrices of 8 by 8 between shared memory and registers.
+// ldmatrix and stmatrix: four 8x8 matrices of 16-bit elements between shared memory and a warp's registers.
 #pragma once
 #include "shared_address.cuh"
 
 namespace alignkit {
 
-// Four matrices of 8 rows of 16 bytes. Lane l names row l % 8 of matrix l / 8; of matrix i a thread has in m[i] the
-// numbers 2 (l % 4) and the next of row l / 4, or, kTransposed, of column l / 4.
+// Lane l passes the shared address of row l % 8 (16 bytes) of matrix l / 8. m[i] of lane l holds two elements of matrix
+// i: columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, or rows and columns exchanged if kTransposed.
 
+// Load four matrices.
 template <bool kTransposed>
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&m)[4], uint32_t row) {
   if (kTransposed)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -21,8 +22,9 @@ __device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
                  : "memory");
 }
 
+// Store four matrices.
 template <bool kTransposed>
-__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&m)[4]) {
+__device__ __forceinline__ void stmatrix_x4(uint32_t row, const uint32_t (&m)[4]) {
   if (kTransposed)
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]),
                  "r"(m[1]), "r"(m[2]), "r"(m[3])

@@ -1,19 +1,22 @@
-// Vectors of a thread's own in memory, by way of the L2 cache.
+// Global loads and stores cached in L2 only (.cg), and compiler barriers.
 #pragma once
 
 namespace alignkit {
 
-__device__ __forceinline__ float4 load_own(const float4* p) { return __ldcg(p); }
+// Load 16 bytes, bypassing L1.
+__device__ __forceinline__ float4 load_cg(const float4* p) { return __ldcg(p); }
 
-__device__ __forceinline__ void store_own(float4* p, float4 v) { __stcg(p, v); }
+// Store 16 bytes, bypassing L1.
+__device__ __forceinline__ void store_cg(float4* p, float4 v) { __stcg(p, v); }
 
-// An address that others are found from by adding a constant.
-__device__ __forceinline__ float4* fixed(float4* p) {
+// Return p as a value the compiler cannot trace, so that addresses derived from p become constant offsets to one
+// register.
+__device__ __forceinline__ float4* opaque(float4* p) {
   asm volatile("" : "+l"(p));
   return p;
 }
 
-// What reads memory later is not read before this: the compiler would, where no registers are for it.
-__device__ __forceinline__ void nothing_ahead() { asm volatile("" ::: "memory"); }
+// Keep the compiler from hoisting later memory reads above this point, where no registers are free for the values.
+__device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
 }  // namespace alignkit

@@ -1,13 +1,14 @@
-// mma: products of a warp, of operands in registers.
+// mma.sync: warp-level matrix multiply-accumulate with operands in registers.
 #pragma once
 #include <cstdint>
 
 namespace alignkit {
 
-// d [16, 8] += a [16, 16] . b [8, 16]^T, bf16. A thread has of a and d rows lane / 4 and 8 further, of b row lane / 4; columns
-// 2 (lane % 4) and the next, in a and b those 8 further too.
-__device__ __forceinline__ void multiply_16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+// d [16, 8] += a [16, 16] . b [8, 16]^T, bf16 with fp32 accumulators. A lane holds rows lane / 4 and lane / 4 + 8 of a
+// and d, and row lane / 4 of b; columns 2 (lane % 4) and the next of each, and in a and b also those 8 columns further.
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

@@ -1,4 +1,4 @@
-// cvt: two numbers of 16 bits in a register.
+// Packed conversion between two fp32 values and two 16-bit values (bf16 or fp16) in one register.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -7,8 +7,7 @@
 
 namespace alignkit {
 
-// Two numbers, rounded to T, in 32 bits, the first in the low half; and back.
-
+// Round a and b to T and pack them, a in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float a, float b);
 
@@ -24,6 +23,7 @@ __device__ __forceinline__ uint32_t pack<__half>(float a, float b) {
   return *reinterpret_cast<uint32_t*>(&pair);
 }
 
+// Unpack two values of T, the low half first.
 template <class T>
 __device__ __forceinline__ float2 unpack(uint32_t pair);
 

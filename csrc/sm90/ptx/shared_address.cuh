@@ -1,4 +1,4 @@
-// Addresses of shared memory, as instructions take them.
+// 32-bit shared-memory addresses for PTX instructions.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -6,6 +6,7 @@
 
 namespace alignkit {
 
+// The shared-window address of a generic pointer to shared memory.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }

@@ -1,4 +1,4 @@
-// %tid: the thread's number, read again wherever it is asked for, where no register is to keep it.
+// Values that the compiler must not keep in registers or precompute, for kernels short of registers.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -6,17 +6,19 @@
 
 namespace alignkit {
 
-__device__ __forceinline__ uint32_t thread_again() {
+// Read %tid.x from the special register at each call.
+__device__ __forceinline__ uint32_t read_tid_x() {
   uint32_t x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
 
-// An operand of products that the compiler does not compute others from ahead, for which there are no registers.
-__device__ __forceinline__ uint64_t again(uint64_t operand) {
-  auto low = static_cast<uint32_t>(operand);
+// Return a wgmma descriptor as a value the compiler cannot trace, so that it does not precompute descriptors derived
+// from it.
+__device__ __forceinline__ uint64_t opaque(uint64_t descriptor) {
+  auto low = static_cast<uint32_t>(descriptor);
   asm volatile("" : "+r"(low));
-  return operand >> 32 << 32 | low;
+  return descriptor >> 32 << 32 | low;
 }
 
 }  // namespace alignkit

@@ -1,6 +1,8 @@
-// A multiprocessor for tests: the threads of a block are fibers that take turns, and what they do together (shuffles,
-// barriers, the tensor core, the copy engine) is done by plain code. It knows the layouts and orders of the real
-// machine, not its speed: a product is computed when it is waited for, from what registers and shared memory hold then.
+// SM emulator for tests: it runs the .cu files of csrc/sm90 on a CPU. The threads of a CTA are fibers, scheduled
+// round-robin; CTAs run one after another. Plain code stands in for shuffles, barriers, tensor core and TMA.
+//
+// The emulator has the layouts and the order of operations of the hardware, not its timing. A wgmma is computed at the
+// warpgroup_wait for its group, from the registers and shared memory as they are then.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -18,7 +20,7 @@
 
 #define __device__
 #define __global__
-#define __shared__ static  // blocks run one after the other
+#define __shared__ static  // one copy suffices: CTAs run one after another
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -57,45 +59,49 @@ inline float __uint_as_float(uint32_t bits) {
 struct __nv_bfloat16 {
   uint16_t bits;
   __nv_bfloat16& operator=(float v) {
-    uint32_t of = __float_as_uint(v);
-    bits = std::isnan(v) ? 0x7fff : (of + 0x7fff + (of >> 16 & 1)) >> 16;
+    uint32_t u = __float_as_uint(v);
+    bits = std::isnan(v) ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
     return *this;
   }
 };
 using cudaError_t = int;
 using cudaStream_t = void*;
-constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9, cudaErrorNotSupported = 801;
+constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9,
+              cudaErrorNotSupported = 801;
 constexpr int cudaDevAttrMultiProcessorCount = 16, cudaFuncAttributeMaxDynamicSharedMemorySize = 8;
 constexpr int cudaFuncAttributePreferredSharedMemoryCarveout = 9, cudaSharedmemCarveoutMaxShared = 100;
 
 namespace machine {
 
-constexpr int kSharedBytes = 232448, kStackBytes = 256 << 10;
-inline int processors = 3;
+constexpr int kSharedBytes = 232448;    // hardware: maximum dynamic shared memory of a CTA on sm_90
+constexpr int kStackBytes = 256 << 10;  // schedule: stack of a fiber
+inline int sm_count = 3;
 alignas(1024) inline uint8_t shared[kSharedBytes];
 
-struct Product {
+// One issued wgmma, not yet computed.
+struct Wgmma {
   float* d;
   int columns;
-  const uint32_t* a;  // null: in shared memory
+  const uint32_t* a;  // registers; null: a_shared is the descriptor of a
   uint64_t a_shared, b;
   bool transposed, add;
 };
 
+// One issued cp.async, not yet performed.
 struct Copy {
-  void* to;
-  const void* from;
-  bool here;
+  void* dst;
+  const void* src;
+  bool valid;
 };
 
 struct Fiber {
-  ucontext_t context;  // where it begins
-  jmp_buf here;        // and where it stays: jumps, unlike changes of context, are no calls of the kernel
-  bool begun = false, done = false;
-  std::vector<Product> products;
-  std::vector<size_t> groups;  // where each begins that has ended but has not been waited for
-  size_t group_begin = 0;
-  std::vector<std::vector<Copy>> copies{1};  // by groups, of which the last has not ended
+  ucontext_t context;    // entry point
+  jmp_buf resume_point;  // longjmp instead of swapcontext: a jump makes no system call
+  bool started = false, done = false;
+  std::vector<Wgmma> wgmmas;   // issued, in order
+  std::vector<size_t> groups;  // start in `wgmmas` of each committed group not yet waited for
+  size_t group_begin = 0;      // start of the open group
+  std::vector<std::vector<Copy>> copies{1};  // cp.async groups; the last is open
 };
 
 inline std::vector<Fiber> fibers;
@@ -104,61 +110,66 @@ inline jmp_buf scheduler;
 inline int current;
 inline dim3 block, grid;
 inline int threads;
-inline int64_t moves;  // things that others may be waiting for
+inline int64_t progress;  // count of events that may unblock another fiber
 inline std::function<void()> body;
 
+// Switch from the current fiber to the scheduler.
 inline void yield() {
-  if (!_setjmp(fibers[current].here)) _longjmp(scheduler, 1);
+  if (!_setjmp(fibers[current].resume_point)) _longjmp(scheduler, 1);
 }
 
+// Run fiber i until it yields.
 __attribute__((noinline)) inline void resume(int i) {
   current = i;
   if (_setjmp(scheduler)) return;
-  if (fibers[i].begun) _longjmp(fibers[i].here, 1);
-  fibers[i].begun = true;
+  if (fibers[i].started) _longjmp(fibers[i].resume_point, 1);
+  fibers[i].started = true;
   setcontext(&fibers[i].context);
 }
 
-[[noreturn]] inline void fail(const char* what) {
-  std::fprintf(stderr, "thread %d of block %u: %s\n", current, block.x, what);
+// Print the error and abort.
+[[noreturn]] inline void fail(const char* message) {
+  std::fprintf(stderr, "thread %d of CTA %u: %s\n", current, block.x, message);
   std::abort();
 }
 
-// What lanes of a warp, or threads of a block, give each other: all arrive, all read, then the next may write.
-struct Meeting {
+// Barrier of the lanes of a warp or the threads of a CTA.
+struct Barrier {
   int arrived = 0;
   int64_t round = 0;
   void wait(int count) {
-    int64_t mine = round;
-    ++moves;
+    int64_t own_round = round;
+    ++progress;
     if (++arrived == count) {
       arrived = 0;
       ++round;
     } else {
-      while (round == mine) yield();
+      while (round == own_round) yield();
     }
   }
 };
-inline Meeting whole, warps[32];
-inline uint64_t given[32][32][4];
+inline Barrier cta, warps[32];
+inline uint64_t exchange[32][32][4];  // [warp][lane]: values that a lane passes to its warp
 
 inline int lane() { return current % 32; }
 inline int warp() { return current / 32; }
-inline void meet() { warps[warp()].wait(32); }
+inline void sync_warp() { warps[warp()].wait(32); }
 
+// A fiber's entry point.
 inline void enter() {
   body();
   fibers[current].done = true;
-  ++moves;
+  ++progress;
   yield();
 }
 
-inline void run_block(std::function<void()> f) {
+// Run f in every thread of one CTA. Aborts if no fiber makes progress.
+inline void run_cta(std::function<void()> f) {
   std::memset(shared, 0xff, sizeof(shared));
   body = std::move(f);
   fibers.clear();
   fibers.resize(threads);
-  whole = {};
+  cta = {};
   for (auto& w : warps) w = {};
   while (stacks.size() < fibers.size()) stacks.emplace_back(new char[kStackBytes]);
   for (size_t i = 0; i < fibers.size(); ++i) {
@@ -170,26 +181,27 @@ inline void run_block(std::function<void()> f) {
   }
   int left = threads, idle = 0;
   while (left) {
-    int64_t before = moves;
+    int64_t before = progress;
     left = 0;
     for (int i = 0; i < threads; ++i) {
       if (fibers[i].done) continue;
       ++left;
       resume(i);
     }
-    idle = moves == before ? idle + 1 : 0;
-    if (left && idle > 3) fail("everybody waits");
+    idle = progress == before ? idle + 1 : 0;
+    if (left && idle > 3) fail("deadlock: every thread waits");
   }
 }
 
+// Run every CTA of a grid.
 template <class Kernel, class... Arguments>
-cudaError_t launch(Kernel kernel, dim3 blocks, int of_block, const Arguments&... arguments) {
-  grid = blocks;
-  threads = of_block;
+cudaError_t launch(Kernel kernel, dim3 grid_dim, int block_dim, const Arguments&... arguments) {
+  grid = grid_dim;
+  threads = block_dim;
   for (unsigned y = 0; y < grid.y; ++y)
     for (unsigned x = 0; x < grid.x; ++x) {
       block = dim3(x, y);
-      run_block([&] { kernel(arguments...); });
+      run_cta([&] { kernel(arguments...); });
     }
   return cudaSuccess;
 }
@@ -206,16 +218,16 @@ inline ThreadIndex threadIdx;
 #define gridDim machine::grid
 #define blockDim (dim3(machine::threads))
 
-inline void __syncwarp() { machine::meet(); }
-inline void __syncthreads() { machine::whole.wait(machine::threads); }
+inline void __syncwarp() { machine::sync_warp(); }
+inline void __syncthreads() { machine::cta.wait(machine::threads); }
 
 template <class T>
 T __shfl_sync(unsigned, T v, int from, int width = 32) {
-  std::memcpy(machine::given[machine::warp()][machine::lane()], &v, sizeof(T));
-  machine::meet();
+  std::memcpy(machine::exchange[machine::warp()][machine::lane()], &v, sizeof(T));
+  machine::sync_warp();
   from = machine::lane() / width * width + from % width;
-  std::memcpy(&v, machine::given[machine::warp()][from], sizeof(T));
-  machine::meet();
+  std::memcpy(&v, machine::exchange[machine::warp()][from], sizeof(T));
+  machine::sync_warp();
   return v;
 }
 template <class T>
@@ -223,11 +235,11 @@ T __shfl_xor_sync(unsigned all, T v, int mask) {
   return __shfl_sync(all, v, machine::lane() ^ mask);
 }
 inline unsigned __ballot_sync(unsigned, bool v) {
-  machine::given[machine::warp()][machine::lane()][0] = v;
-  machine::meet();
+  machine::exchange[machine::warp()][machine::lane()][0] = v;
+  machine::sync_warp();
   unsigned all = 0;
-  for (int i = 0; i < 32; ++i) all |= static_cast<unsigned>(machine::given[machine::warp()][i][0]) << i;
-  machine::meet();
+  for (int i = 0; i < 32; ++i) all |= static_cast<unsigned>(machine::exchange[machine::warp()][i][0]) << i;
+  machine::sync_warp();
   return all;
 }
 inline bool __any_sync(unsigned all, bool v) { return __ballot_sync(all, v); }
@@ -260,7 +272,7 @@ inline float bf16(uint16_t v) { return __uint_as_float(uint32_t{v} << 16); }
 
 inline int cudaGetDevice(int* device) { return *device = 0; }
 inline int cudaDeviceGetAttribute(int* value, int, int) {
-  *value = machine::processors;
+  *value = machine::sm_count;
   return 0;
 }
 template <class F>

@@ -1,8 +1,8 @@
-"""TransformerEngine 2.16's interface, as far as Megatron-core's layer specs use it, in plain torch.
+"""Plain-torch implementation of the TransformerEngine 2.16 interface that Megatron-core's layer specs use.
 
-TransformerEngine itself needs a GPU. Class, attribute and parameter names, where the classes are defined and what their state
-dicts hold are its own, so Megatron-core's wrappers of them are built and run as they are; what is quantised or overlapped
-is not there.
+TransformerEngine itself needs a GPU. Names of classes, attributes and parameters, module paths and state dicts are the
+same, so Megatron-core's wrappers run unchanged. Quantization and communication overlap are not implemented.
+Megatron-core compares ``__version__`` to decide which names to import and which arguments to pass.
 """
 
 from . import common, pytorch

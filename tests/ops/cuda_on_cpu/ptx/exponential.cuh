@@ -1,7 +1,8 @@
+// Stand-in for csrc/sm90/ptx/exponential.cuh: libm's exp2f, denormal results flushed to zero.
 #pragma once
 #include "../machine.h"
 namespace alignkit {
-inline float power_of_2(float x) {
+inline float exp2_approx(float x) {
   float y = std::exp2f(x);
   return std::fabs(y) < 0x1p-126f ? 0.0f : y;
 }

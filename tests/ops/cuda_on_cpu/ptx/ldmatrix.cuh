@@ -1,15 +1,16 @@
+// Stand-in for csrc/sm90/ptx/ldmatrix.cuh.
 #pragma once
 #include "shared_address.cuh"
 namespace alignkit {
 template <bool kTransposed>
-void load_matrices(uint32_t (&m)[4], uint32_t row) {
+void ldmatrix_x4(uint32_t (&m)[4], uint32_t row) {
   static_assert(!kTransposed);
-  auto& given = machine::given[machine::warp()];
+  auto& exchange = machine::exchange[machine::warp()];
   int lane = machine::lane();
-  given[lane][0] = row;
-  machine::meet();
+  exchange[lane][0] = row;
+  machine::sync_warp();
   for (int i = 0; i < 4; ++i)
-    std::memcpy(&m[i], machine::shared + given[i * 8 + lane / 4][0] + lane % 4 * 4, 4);
-  machine::meet();
+    std::memcpy(&m[i], machine::shared + exchange[i * 8 + lane / 4][0] + lane % 4 * 4, 4);
+  machine::sync_warp();
 }
 }  // namespace alignkit

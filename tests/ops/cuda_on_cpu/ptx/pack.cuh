@@ -1,3 +1,4 @@
+// Stand-in for csrc/sm90/ptx/pack.cuh.
 #pragma once
 #include "../machine.h"
 namespace alignkit {

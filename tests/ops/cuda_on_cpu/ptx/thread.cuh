@@ -1,7 +1,8 @@
+// Stand-in for csrc/sm90/ptx/thread.cuh.
 #pragma once
 #include "../machine.h"
 namespace alignkit {
-inline uint32_t thread_again() { return machine::current; }
-inline uint64_t again(uint64_t operand) { return operand; }
+inline uint32_t read_tid_x() { return machine::current; }
+inline uint64_t opaque(uint64_t descriptor) { return descriptor; }
 
 }  // namespace alignkit

@@ -1,29 +1,31 @@
+// Stand-in for csrc/sm90/ptx/wgmma.cuh: a wgmma is computed at the warpgroup_wait for its group.
 #pragma once
 #include "shared_address.cuh"
 
 namespace alignkit {
 
 template <int count>
-void registers_up() {}
+void setmaxnreg_inc() {}
 template <int count>
-void registers_down() {}
+void setmaxnreg_dec() {}
 
 template <bool kTransposed>
-uint64_t operand(const void* p, int rows = 64) {
+uint64_t smem_descriptor(const void* p, int rows = 64) {
   return shared_address(p) >> 4 | static_cast<uint64_t>(kTransposed ? rows * 128 >> 4 : 1) << 16 |
          static_cast<uint64_t>(8 * 128 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
 }
 template <bool kTransposed>
-constexpr int kNext = (kTransposed ? 16 * 128 : 16 * 2) >> 4;
+constexpr int kDescriptorStep = (kTransposed ? 16 * 128 : 16 * 2) >> 4;
 
 inline machine::Fiber& self() { return machine::fibers[machine::current]; }
 
-inline void products_begin() {}
-inline void products_end() {
+inline void warpgroup_arrive() {}
+inline void warpgroup_commit() {
   self().groups.push_back(self().group_begin);
-  self().group_begin = self().products.size();
+  self().group_begin = self().wgmmas.size();
 }
 
+// Element (n, k) of the operand that descriptor b names.
 inline float element(uint64_t b, bool transposed, int n, int k) {
   uint32_t begin = (b & 0x3fff) << 4, leading = (b >> 16 & 0x3fff) << 4, stride = (b >> 32 & 0x3fff) << 4;
   uint32_t address = transposed ? begin + n / 64 * leading + k / 8 * stride + k % 8 * 128 + n % 64 * 2
@@ -33,12 +35,12 @@ inline float element(uint64_t b, bool transposed, int n, int k) {
   return bf16(v);
 }
 
-// A step of 16: what was there and 16 exact products, added in double, rounded once. The reference does the same.
-inline void compute(const machine::Product& p) {
-  auto& given = machine::given[machine::warp()];
+// Compute one wgmma as the tests' reference does: the accumulator plus 16 exact products in double, rounded once.
+inline void compute(const machine::Wgmma& p) {
+  auto& exchange = machine::exchange[machine::warp()];
   int lane = machine::lane();
-  for (int i = 0; p.a && i < 4; ++i) given[lane][i] = p.a[i];
-  machine::meet();
+  for (int i = 0; p.a && i < 4; ++i) exchange[lane][i] = p.a[i];
+  machine::sync_warp();
   for (int h = 0; h < 2; ++h) {
     float a[16];
     for (int k = 0; k < 16; ++k) {
@@ -46,7 +48,7 @@ inline void compute(const machine::Product& p) {
         a[k] = element(p.a_shared, false, machine::warp() % 4 * 16 + lane / 4 + 8 * h, k);
         continue;
       }
-      auto pair = static_cast<uint32_t>(given[lane / 4 * 4 + k / 2 % 4][h + k / 8 * 2]);
+      auto pair = static_cast<uint32_t>(exchange[lane / 4 * 4 + k / 2 % 4][h + k / 8 * 2]);
       a[k] = bf16(static_cast<uint16_t>(k % 2 ? pair >> 16 : pair));
     }
     for (int j = 0; j < p.columns / 8; ++j)
@@ -57,43 +59,43 @@ inline void compute(const machine::Product& p) {
         d = static_cast<float>(sum);
       }
   }
-  machine::meet();
+  machine::sync_warp();
 }
 
 template <int pending>
-void products_wait() {
+void warpgroup_wait() {
   auto& f = self();
   while (f.groups.size() > pending) {
     size_t end = f.groups.size() > 1 ? f.groups[1] : f.group_begin;
-    for (size_t i = 0; i < end; ++i) compute(f.products[i]);
-    f.products.erase(f.products.begin(), f.products.begin() + static_cast<long>(end));
+    for (size_t i = 0; i < end; ++i) compute(f.wgmmas[i]);
+    f.wgmmas.erase(f.wgmmas.begin(), f.wgmmas.begin() + static_cast<long>(end));
     f.groups.erase(f.groups.begin());
     for (auto& g : f.groups) g -= end;
     f.group_begin -= end;
   }
 }
 template <int kCount>
-void products_taken(float (&)[kCount]) {}
+void warpgroup_fence_operand(float (&)[kCount]) {}
 
 template <bool kNegated, bool kTransposed, int kCount>
-void multiply(__nv_bfloat16, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
+void wgmma(__nv_bfloat16, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
   static_assert(!kNegated);
-  self().products.push_back({d, 2 * kCount, a, 0, b, kTransposed, add});
+  self().wgmmas.push_back({d, 2 * kCount, a, 0, b, kTransposed, add});
 }
 template <bool kNegated, bool kTransposed>
-void multiply(__nv_bfloat16, float (&d)[132], const uint32_t (&a)[4], uint64_t b, uint64_t more, bool add) {
+void wgmma(__nv_bfloat16, float (&d)[132], const uint32_t (&a)[4], uint64_t b, uint64_t more, bool add) {
   static_assert(!kNegated);
-  self().products.push_back({d, 256, a, 0, b, kTransposed, add});
-  self().products.push_back({d + 128, 8, a, 0, more, kTransposed, add});
+  self().wgmmas.push_back({d, 256, a, 0, b, kTransposed, add});
+  self().wgmmas.push_back({d + 128, 8, a, 0, more, kTransposed, add});
 }
 template <bool kATransposed, bool kTransposed, int kCount>
-void multiply(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
+void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
   static_assert(!kATransposed);
-  self().products.push_back({d, 2 * kCount, nullptr, a, b, kTransposed, add});
+  self().wgmmas.push_back({d, 2 * kCount, nullptr, a, b, kTransposed, add});
 }
 template <bool kATransposed, bool kTransposed, int kCount>
-void begin(float (&d)[kCount], uint64_t a, uint64_t b) {
-  multiply<kATransposed, kTransposed>(d, a, b, false);
+void wgmma_zero(float (&d)[kCount], uint64_t a, uint64_t b) {
+  wgmma<kATransposed, kTransposed>(d, a, b, false);
 }
 
 }  // namespace alignkit

@@ -1,3 +1,5 @@
+"""TransformerEngine's ``common``: Megatron-core reads only ``recipe``."""
+
 from . import recipe
 
 __all__ = ["recipe"]

@@ -1,2 +1,5 @@
+"""TransformerEngine's FP8 recipes, of which Megatron-core only subclasses `DelayedScaling`."""
+
+
 class DelayedScaling:
-    """A recipe of fp8; Megatron-core derives one of its own from it."""
+    """Fp8 recipe that Megatron-core subclasses."""

@@ -1,3 +1,5 @@
+"""TransformerEngine's ``pytorch``: the modules that Megatron-core's wrappers subclass, at the same paths."""
+
 from . import distributed, fp8, ops
 from .attention.dot_product_attention.dot_product_attention import DotProductAttention
 from .module.grouped_linear import GroupedLinear

@@ -1,5 +1,8 @@
+"""Names of TransformerEngine's ``distributed`` that Megatron-core imports. No test runs them."""
+
+
 class CudaRNGStatesTracker:
-    """Megatron-core derives one of its own from it."""
+    """RNG tracker that Megatron-core subclasses."""
 
 
 def activation_recompute_forward(**_):

@@ -1,3 +1,8 @@
+"""TransformerEngine's FP8 switches: they record that FP8 is enabled, and quantize nothing.
+
+alignkit reads ``FP8GlobalStateManager.is_fp8_enabled()`` and rejects the call if it is true.
+"""
+
 import contextlib
 
 

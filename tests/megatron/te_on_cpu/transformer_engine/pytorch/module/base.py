@@ -1,3 +1,9 @@
+"""TransformerEngine 2.16's `TransformerEngineBaseModule`: attributes, parameter registration and extra state.
+
+The attributes are TransformerEngine's; te_workers.py checks that patch and undo keep them. Megatron-core imports the
+class and `get_dummy_wgrad`.
+"""
+
 from abc import ABC, abstractmethod
 
 import torch
@@ -6,7 +12,7 @@ from ..quantization import FP8GlobalStateManager
 
 
 def no_torch_dynamo(function):
-    """As TransformerEngine decorates each forward."""
+    """Exclude a forward from torch.compile, like TransformerEngine's decorator."""
     return torch._dynamo.disable(function, recursive=True)
 
 
@@ -66,7 +72,7 @@ class TransformerEngineBaseModule(torch.nn.Module, ABC):
             raise RuntimeError("Refusing to load pickled Transformer Engine extra state")
 
     def prepare_forward(self, inp):
-        """As there, what is learned of the input is kept as an attribute."""
+        """Set the attributes that TransformerEngine derives from the input."""
         self.fast_setattr("activation_dtype", inp.dtype)
         self.fast_setattr("fp8_initialized", True)
 

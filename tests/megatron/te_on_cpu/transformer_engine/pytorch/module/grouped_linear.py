@@ -1,3 +1,9 @@
+"""TransformerEngine 2.16's `GroupedLinear`, without bias and without tensor parallelism of its own.
+
+alignkit reads ``num_gemms`` and ``weight0``, ``weight1``, ..., and the attributes in ``required`` of its replacement in
+alignkit/megatron/te.py. Megatron-core's wrapper calls ``init_fp8_metadata``.
+"""
+
 import torch
 import torch.nn.functional as F
 
@@ -5,7 +11,7 @@ from .base import TransformerEngineBaseModule, no_torch_dynamo
 
 
 class GroupedLinear(TransformerEngineBaseModule):
-    """Of mixtures of experts: a linear layer for each, whose rows come one after the other's."""
+    """One linear layer per MoE expert, applied to inputs grouped by expert."""
 
     def __init__(
         self,

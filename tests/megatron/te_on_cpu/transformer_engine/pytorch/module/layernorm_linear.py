@@ -1,3 +1,9 @@
+"""TransformerEngine 2.16's `LayerNormLinear`, for RMSNorm alone.
+
+Besides the attributes of `Linear`, alignkit reads ``layer_norm_weight``, ``eps``, ``normalization``,
+``zero_centered_gamma`` and ``return_layernorm_output``.
+"""
+
 import torch
 
 from ..ops.basic.rmsnorm import rms_norm

@@ -1,3 +1,9 @@
+"""TransformerEngine 2.16's `Linear`, with tensor and sequence parallelism by Megatron-core's collectives.
+
+The parameters are those that Megatron-core's wrapper passes. alignkit reads ``weight``, ``bias``, ``tp_group``,
+``sequence_parallel``, and the attributes in ``required`` of its replacements in alignkit/megatron/te.py.
+"""
+
 import torch
 import torch.nn.functional as F
 
@@ -15,7 +21,7 @@ def set_tensor_model_parallel_attributes(tensor, is_parallel, dim, stride):
 
 
 class _Linear(TransformerEngineBaseModule):
-    """What Linear and LayerNormLinear, which there have no base of their own, have in common."""
+    """Common part of Linear and LayerNormLinear; TransformerEngine has no such class."""
 
     def _create(
         self, in_features, out_features, bias, return_bias, tp_group, tp_size, sequence_parallel, parallel_mode

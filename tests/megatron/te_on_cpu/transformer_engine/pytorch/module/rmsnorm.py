@@ -1,3 +1,5 @@
+"""TransformerEngine 2.16's `RMSNorm` module, which alignkit finds by this path and whose weight and eps it reads."""
+
 from ..ops import RMSNorm as _RMSNormOp
 
 

@@ -1,3 +1,5 @@
+"""TransformerEngine 2.16's `BasicOperation`, the base class of RMSNorm: it has an extra state but no parameters."""
+
 import abc
 
 import torch

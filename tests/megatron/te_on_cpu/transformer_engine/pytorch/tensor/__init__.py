@@ -1,5 +1,7 @@
+"""TransformerEngine's ``tensor``, from which Megatron-core imports `QuantizedTensor`."""
+
 import torch
 
 
 class QuantizedTensor(torch.Tensor):
-    """Megatron-core asks parameters whether they are of this class."""
+    """Parameter class that Megatron-core checks for."""

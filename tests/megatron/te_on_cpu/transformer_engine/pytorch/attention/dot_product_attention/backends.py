@@ -1,3 +1,9 @@
+"""Attention backends, the children of TransformerEngine's `DotProductAttention`.
+
+Only `UnfusedDotProductAttention` computes. An aligned parent ignores both children, and
+rejects children that have parameters.
+"""
+
 import contextlib
 import itertools
 
@@ -20,7 +26,7 @@ class UnfusedDotProductAttention(torch.nn.Module):
         self.attention_dropout_ctx = attention_dropout_ctx
 
     def forward(self, query, key, value, cu_seqlens):
-        """Packed ``[t, h, d]`` -> ``[t, h * d]``."""
+        """Compute causal attention of packed sequences, ``[t, h, d]`` -> ``[t, h * d]``."""
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         out = []
         for a, b in itertools.pairwise(cu_seqlens.tolist()):

@@ -1,3 +1,9 @@
+"""TransformerEngine 2.16's `DotProductAttention`: causal attention of padded and packed sequences.
+
+The parameters are those that Megatron-core's wrapper passes. alignkit reads ``cp_group``, ``attn_mask_type``,
+``attention_dropout``, and the attributes in ``required`` of its replacement in alignkit/megatron/te.py.
+"""
+
 import math
 
 import torch
@@ -7,7 +13,7 @@ from .backends import FlashAttention, UnfusedDotProductAttention
 
 
 def _remove_extra_states_check(module, incompatible_keys):
-    """Distributed checkpoints do not have it."""
+    """Ignore a missing _extra_state, which distributed checkpoints lack."""
     for key in incompatible_keys.missing_keys:
         if "core_attention._extra_state" in key:
             incompatible_keys.missing_keys.remove(key)

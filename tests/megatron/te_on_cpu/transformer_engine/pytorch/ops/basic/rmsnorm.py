@@ -1,3 +1,5 @@
+"""TransformerEngine 2.16's RMSNorm operation, in fp32 by torch."""
+
 import torch
 
 from ..op import BasicOperation

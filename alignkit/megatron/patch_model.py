@@ -1,0 +1,178 @@
+"""Patching of models: checks their modules against an allow-list and swaps their classes. No numerics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+from alignkit.errors import InputError, UnsupportedError
+
+from . import fingerprint, hooks, modules, moe, policy, supported, te
+from .methods import Methods
+from .models import MODELS
+from .snapshot import SNAPSHOT, Snapshot, device_of
+
+ALIGNED = {
+    modules.stock_class(cls): cls
+    for cls in modules.ALIGNED
+    if cls is not modules.OutputLayer and cls not in moe.EXPERT_MODULES
+}
+"""Megatron's module class -> aligned class.
+
+Lookup is by exact type, so a subclass, an adapter (LoRA) or a module of another backend is rejected. The classes of
+TransformerEngine are in `te.ROWS`.
+"""
+
+EXPERT_MODULES = {modules.stock_class(cls): cls for cls in moe.EXPERT_MODULES}
+"""Same map for modules below the experts of a MoELayer; TransformerEngine's classes are in `te.EXPERT_MODULES`."""
+
+STRUCTURE = frozenset(
+    {
+        *MODELS,
+        LanguageModelEmbedding,
+        VocabParallelEmbedding,
+        FusedScaleMaskSoftmax,
+        IdentityOp,
+        IdentityFuncOp,
+        torch.nn.ModuleList,
+        torch.nn.Dropout,
+    }
+)
+"""Classes that stay stock: containers, gathers and splits, without arithmetic that rounds."""
+
+_KNOWN = frozenset({*STRUCTURE, *ALIGNED, *modules.ALIGNED})
+_LAYER = modules.stock_class(modules.TransformerLayer)
+_RESIDUAL_ADDS = (get_bias_dropout_add, modules.residual_add)
+
+
+def aligned_class(cls: type, expert_module: bool = False) -> type | None:
+    """Return the aligned class for a module of class `cls`, stock or aligned; None if there is none.
+
+    expert_module: the module is below a MoELayer's experts.
+    """
+    stock = modules.stock_class(cls)
+    if expert_module:
+        return EXPERT_MODULES.get(stock) or te.aligned_class(stock, te.EXPERT_MODULES)
+    if cls is modules.OutputLayer:
+        return cls
+    return ALIGNED.get(stock) or te.aligned_class(stock, te.ROWS)
+
+
+class Models:
+    """Models of this process while the patch is active. replaced: (owner, name) -> the patch's replacement."""
+
+    def __init__(self, vocab_size: int | None, replaced: dict[tuple[Any, str], Any]) -> None:
+        self.vocab_size = vocab_size
+        self.methods = Methods(_KNOWN, replaced)
+
+    def patch_model(self, model, for_forward: bool = False) -> dict[str, str]:
+        """Check a model with all its modules and set their aligned classes; return the facts that ranks must agree on.
+
+        Called before each forward, because modules may have been replaced (by LoRA, for example) or changed.
+
+        for_forward: also check what matters only in a forward: dropout in training, and the device.
+        """
+        policy.check_config(model.config)
+        supported.check_model(model)
+        self.methods.check()
+        rotary, device = model.rotary_pos_emb, device_of(model)
+        base, scaling = supported.check_rotary(model)
+        snapshot = Snapshot.of(model)
+        if snapshot is None or not snapshot.is_current():
+            found = list(model.named_modules())
+            stock_heads = {model.output_layer} if supported.stock_head_reason(model) else set()
+            checked = [(path, module) for path, module in found if module not in stock_heads]
+            classes = self._check_modules(model, checked, for_forward)
+            for module, cls in classes.items():  # all checks precede the first change
+                module.__class__ = cls
+            if model.post_process and not stock_heads:
+                model.output_layer.__class__ = modules.OutputLayer
+            hooks.patched_modules.update(module for _, module in found)
+            snapshot = Snapshot(model, fingerprint.modules(found), store=for_forward)
+        snapshot.watch_hooks()
+        hooks.watch_global_hooks()
+        modules.rotations[rotary] = modules.Rotations(base, supported.rotary_dim(model), device, scaling)
+        if for_forward:
+            vocab_size = self.vocabulary_of(model)
+            if model.post_process and isinstance(model.output_layer, modules.OutputLayer):
+                modules.vocabulary[model.output_layer] = vocab_size
+        return fingerprint.settings(model) | {"rope_scaling": repr(scaling)} | fingerprint.stage(model) | snapshot.facts
+
+    def vocabulary_of(self, model) -> int:
+        """Return a model's vocabulary size, set by `set_vocab_size` or else by the patch.
+
+        Raises InputError if neither set one, or if it exceeds the padded size.
+        """
+        own = vars(model).get(modules.VOCAB_SIZE, self.vocab_size)
+        if own is None:
+            raise InputError("vocab_size: missing. Pass it to patch_megatron, or call set_vocab_size for this model")
+        if own > model.vocab_size:
+            raise InputError(f"vocab_size: must be in [1, {model.vocab_size}], the padded size, got {own}")
+        return own
+
+    def _check_modules(self, model, found: list[tuple[str, torch.nn.Module]], for_forward: bool) -> dict:
+        """Check the modules and return the aligned class of each one that computes."""
+        devices = set() if for_forward else None
+        classes, ignored_prefix = {}, None
+        moe_prefix = experts_prefix = None  # path prefixes of the current MoELayer and its experts
+        for path, module in found:
+            cls = type(module)
+            if ignored_prefix is not None and path.startswith(ignored_prefix):
+                if any(p is not None for p in module._parameters.values()):
+                    raise UnsupportedError(f"{path}: has parameters, which the aligned parent module would ignore")
+                continue
+            below_experts = experts_prefix is not None and path.startswith(experts_prefix)
+            aligned = aligned_class(cls, below_experts)
+            if aligned is None and cls not in STRUCTURE:
+                raise UnsupportedError(f"{path or 'model'}: {cls.__module__}.{cls.__qualname__} is not supported")
+            if (name := self.methods.overridden_method(module, aligned or cls)) is not None:
+                raise UnsupportedError(f"{path or 'model'}.{name}: this method has been replaced. Restore it")
+            in_moe_layer = moe_prefix is not None and path.startswith(moe_prefix)
+            supported.check_module(path, module, model.config, devices, in_moe_layer)
+            if issubclass(cls, _LAYER):
+                supported.check_layer(path, module, _RESIDUAL_ADDS)
+            elif aligned is moe.MoELayer:
+                supported.check_moe_layer(path, module, for_forward)
+                moe_prefix, experts_prefix = f"{path}.", f"{path}.experts."
+            if aligned is not None:
+                classes[module] = aligned
+                if issubclass(aligned, te.Replacement):
+                    supported.check_te(path, module, aligned)
+                    ignored_prefix = f"{path}." if aligned.ignores_children else ignored_prefix
+        self.methods.watch(classes.values())
+        return classes
+
+    def restore(self) -> None:
+        """Restore the stock class and the hooks of every module."""
+        hooks.unwatch_hooks()
+        for module in list(hooks.patched_modules):
+            if type(module) in modules.STOCK:
+                module.__class__ = modules.stock_class(type(module))
+            vars(module).pop(SNAPSHOT, None)
+        for registry in (
+            hooks.patched_modules,
+            modules.vocabulary,
+            modules.rotations,
+            modules.checked_packed_seq_params,
+        ):
+            registry.clear()
+
+
+def report(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the aligned modules, the modules that are still stock, and the output layers that stay stock.
+
+    model: a model or a wrapper of one. Keys: aligned (path -> op), stock (paths), left (path -> reason).
+    """
+    found: dict[str, Any] = {path: type(m) for path, m in model.named_modules()}
+    heads = {f"{path}.output_layer".lstrip("."): m for path, m in model.named_modules() if isinstance(m, MODELS)}
+    return {
+        "aligned": {path: cls.op for path, cls in found.items() if cls in modules.STOCK},
+        "stock": [path for path, cls in found.items() if cls not in modules.STOCK and aligned_class(cls) is not None],
+        "left": {path: why for path, m in heads.items() if (why := supported.stock_head_reason(m)) is not None},
+    }

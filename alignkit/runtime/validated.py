@@ -1,0 +1,172 @@
+"""Validation of the installed versions of torch and Triton.
+
+Some bits depend on torch's own arithmetic, and on a GPU on Triton's code generation. `Family.validated` lists the
+versions with which all tests passed. With other versions, the first op call on a device computes the family's golden
+bits (`alignkit.golden`) there and raises unless all of them match. The test takes seconds, once per installation: a
+pass is cached under ``$XDG_CACHE_HOME/alignkit`` (``~/.cache/alignkit``). Another cache key only repeats the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from .. import _sources
+from ..config import config
+from ..errors import BackendError
+from . import cuda, families, native
+from .families import Family
+
+_lock = threading.Lock()
+_verdicts: dict[str, str | None] = {}
+"""Verdicts of this process by cache key: the first golden mismatch, or None."""
+_thread = threading.local()
+
+
+def installed(family: Family) -> dict[str, str]:
+    """Return the installed versions that can affect a family's bits."""
+    found = {"torch": str(torch.__version__)}
+    if family.on_gpu:
+        import triton
+
+        found["triton"] = triton.__version__
+        if config.ptxas:  # an assembler other than the one bundled with Triton
+            found["ptxas"] = config.ptxas
+    return found
+
+
+def require(device: torch.device, backend: str) -> str:
+    """Require that `backend` gives the contract's bits on `device` with the installed versions.
+
+    Returns:
+        The evidence, as text; "" within `unchecked`, which skips the check.
+
+    Raises:
+        BackendError: a golden differs, or the test would have to run during CUDA graph capture.
+    """
+    if getattr(_thread, "unchecked", False):
+        return ""
+    family = families.of_type(device)
+    assert family is not None  # a device with a backend has a family
+    versions = installed(family)
+    if versions in family.validated:
+        return f"validated with {_text(versions)}"
+    validated = f"validated with {' or '.join(map(_text, family.validated))}"
+    with _lock:
+        key = _key(family, device, backend)
+        if key not in _verdicts and _is_cached(key):
+            _verdicts[key] = None
+        if key not in _verdicts:
+            if family.on_gpu and torch.cuda.is_current_stream_capturing():
+                raise BackendError(
+                    f"device: {family.contract_id} is {validated}, got {_text(versions)}. The golden bits must be "
+                    "tested first, which a CUDA graph capture prevents: call an op before the capture"
+                )
+            _verdicts[key] = test(device, backend)
+            if _verdicts[key] is None:
+                _cache(key)
+    if _verdicts[key] is not None:
+        raise BackendError(
+            f"device: {family.contract_id} is {validated}; with {_text(versions)} its golden bits differ: "
+            f"{_verdicts[key]}"
+        )
+    return f"{validated}; all golden bits match here with {_text(versions)}"
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Skip the check of the installed versions for this thread's calls within the block."""
+    before, _thread.unchecked = getattr(_thread, "unchecked", False), True
+    try:
+        yield
+    finally:
+        _thread.unchecked = before
+
+
+def test(device: torch.device, backend: str) -> str | None:
+    """Return the first golden mismatch on `device`, or None.
+
+    Runs on a new thread, where the caller's modes (inference, autocast, default device, stream, torch functions) are
+    inactive. Backward passes run on that thread too, because `unchecked` is per thread.
+    """
+    from .. import golden
+
+    found: list[str | None] = []
+
+    def run() -> None:
+        current = contextlib.nullcontext() if families.on_host(device) else torch.cuda.device(device)
+        try:
+            with unchecked(), torch.autograd.set_multithreading_enabled(False), current:
+                found.append(golden.difference(device, backend))
+        except Exception as e:  # an error is a verdict as well
+            found.append(f"{type(e).__name__}: {e}")
+
+    thread = threading.Thread(target=run, name="alignkit-golden")
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _text(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _key(family: Family, device: torch.device, backend: str) -> str:
+    """Return the cache key of a verdict: everything that the bits may depend on."""
+    if family.on_gpu:
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        hardware = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {' '.join(platform.libc_ver())}"
+    isa = native.isa() if backend == families.NATIVE else None
+    return json.dumps(
+        {
+            "contract": family.contract_id,
+            "backend": backend,
+            "isa": isa,
+            "device": hardware,
+            "versions": installed(family),
+            "package": _package(backend),
+        },
+        indent=1,
+    )
+
+
+@functools.cache
+def _package(backend: str) -> str:
+    """Return the hash of the package: its Python files, the golden hashes, and the library of `backend`."""
+    folder = families.PACKAGE
+    libraries = {families.NATIVE: [native.LIBRARY], families.CUDA: [cuda.LIBRARY]}.get(backend, [])
+    return _sources.digest([*sorted(folder.rglob("*.py")), *sorted(folder.glob("golden_*.json")), *libraries])
+
+
+def _file(key: str) -> Path:
+    return Path(config.cache).expanduser() / "alignkit" / f"golden-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _is_cached(key: str) -> bool:
+    try:
+        return _file(key).read_text() == key
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _cache(key: str) -> None:
+    """Cache a passed test on disk; without write access, the next process tests again."""
+    file = _file(key)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+            temporary.write(key)
+        os.replace(temporary.name, file)  # atomic for other processes
+    except OSError:
+        return

@@ -1,0 +1,26 @@
+// Common parts of the skinny GEMMs (small m) in skinny_wide.cu and skinny_split_k.cu. The operands are swapped:
+// rows of the weight b are wgmma's M, 128 per CTA, and rows of a are its N.
+#pragma once
+#include "gemm.cuh"
+
+namespace alignkit {
+namespace {
+
+constexpr int kOutputs = 128;  // schedule: outputs (of n) per CTA
+
+// One pipeline stage; kWidth: rows of a per CTA.
+template <int kWidth>
+struct WideStage {
+  __nv_bfloat16 b[kOutputs * kStep];
+  __nv_bfloat16 a[kWidth * kStep];
+};
+
+template <int kWidth>
+struct WideShared {
+  static constexpr int kDepth = 220 * 1024 / sizeof(WideStage<kWidth>);  // stages that fit in shared memory
+  WideStage<kWidth> stage[kDepth];
+  uint64_t full[kDepth], empty[kDepth];
+};
+
+}  // namespace
+}  // namespace alignkit
