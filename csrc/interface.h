@@ -9,7 +9,7 @@
 #define ALIGNKIT_STRING_(x) #x
 #define ALIGNKIT_STRING(x) ALIGNKIT_STRING_(x)
 
-// Export the source hash. Used once per library, in identity.*, so that a new hash recompiles that file alone.
+// Export the source hash. Used once per library, by the file identity.*
 #define ALIGNKIT_IDENTITY \
     extern "C" const char* alignkit_sources() { return ALIGNKIT_STRING(ALIGNKIT_SOURCES); }
 

@@ -1,5 +1,6 @@
-// C ABI of the CPU kernels, called by alignkit/runtime/native.py. No torch headers: one build serves every torch
-// version. Matrices are row-major; ld* and *_row are strides in elements. `dtype` is a DType of prelude.h.
+// C ABI of the CPU kernels, called by alignkit/runtime/native.py without declared types: change both together. No torch
+// headers: one build serves every torch version. Matrices are row-major; ld* and *_row are strides in elements. `dtype`
+// is a DType of prelude.h.
 #include "../interface.h"
 #include "prelude.h"
 
@@ -62,9 +63,9 @@ void alignkit_logits_back(i64 rows, i64 cols, float* g, i64 ldg, const float* ca
     current->logits_back(rows, cols, g, ldg, {nullptr, cap, scale, temperature}, capped, threads);
 }
 
-void alignkit_join(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given,
+void alignkit_join(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given_max,
                    float* top, i64* s, i64* v, int threads) {
-    current->join(rows, tiles, m, q, u, given, top, s, v, threads);
+    current->join(rows, tiles, m, q, u, given_max, top, s, v, threads);
 }
 
 void alignkit_log_probs(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature,
@@ -116,14 +117,14 @@ void alignkit_sigmoid_mul_grad(i64 rows, i64 n, int dtype, const float* gate, co
     current->sigmoid_mul_grad(rows, n, dtype, gate, x, dy, dgate, dx, threads);
 }
 
-void alignkit_route(i64 rows, const Routing* how, const float* z, const float* bias, float* weights, i64* ids,
+void alignkit_route(i64 rows, const Routing* routing, const float* z, const float* bias, float* weights, i64* ids,
                     int threads) {
-    current->route(rows, *how, z, bias, weights, ids, threads);
+    current->route(rows, *routing, z, bias, weights, ids, threads);
 }
 
-void alignkit_route_grad(i64 rows, const Routing* how, const float* z, const i64* ids, const float* grad, float* dz,
+void alignkit_route_grad(i64 rows, const Routing* routing, const float* z, const i64* ids, const float* grad, float* dz,
                          int threads) {
-    current->route_grad(rows, *how, z, ids, grad, dz, threads);
+    current->route_grad(rows, *routing, z, ids, grad, dz, threads);
 }
 
 void alignkit_combine(i64 rows, i64 cols, i64 k, i64 experts, int dtype, const void* y, const i64* place,

@@ -1,5 +1,6 @@
 // The CPU kernels of the contract, compiled once per instruction set. Every result is a fixed sequence of IEEE
 // operations per output, so all variants give the same bits; only the number of outputs in flight differs.
+// The operations and their order are the contract's (docs/contract.md); blocking, packing and threads are free.
 // Compiled with -ffp-contract=off: a multiply-add is fused where the source says fma and nowhere else.
 
 namespace alignkit {
@@ -239,10 +240,10 @@ constexpr i64 BLOCK = 2048;  // schedule: elements per work item, so that they s
 
 // Call f(row, first column, end column) over all elements, in blocks distributed over threads.
 template <class F> static void blocks(i64 rows, i64 cols, int threads, F f) {
-    i64 across = (cols + BLOCK - 1) / BLOCK, down = std::max<i64>(BLOCK / std::max<i64>(cols, 1), 1);
-    parallel((rows + down - 1) / down * across, threads, [&](i64 w) {
-        i64 j0 = w % across * BLOCK, j1 = std::min(cols, j0 + BLOCK), r0 = w / across * down;
-        for (i64 r = r0; r < std::min(rows, r0 + down); ++r) f(r, j0, j1);
+    i64 per_row = (cols + BLOCK - 1) / BLOCK, rows_at_once = std::max<i64>(BLOCK / std::max<i64>(cols, 1), 1);
+    parallel((rows + rows_at_once - 1) / rows_at_once * per_row, threads, [&](i64 w) {
+        i64 j0 = w % per_row * BLOCK, j1 = std::min(cols, j0 + BLOCK), r0 = w / per_row * rows_at_once;
+        for (i64 r = r0; r < std::min(rows, r0 + rows_at_once); ++r) f(r, j0, j1);
     });
 }
 
@@ -284,52 +285,52 @@ static void add(i64 n, int dtype, const void* a, const void* b, void* y, int thr
 // ---------------------------------------------------------------- log-softmax
 
 template <class T>
-static void logits_t(i64 rows, i64 cols, const T* x, i64 ldx, Transform how, float* z, i64 ldz, float* capped,
+static void logits_t(i64 rows, i64 cols, const T* x, i64 ldx, Transform transform, float* z, i64 ldz, float* capped,
                      int threads) {
     blocks(rows, cols, threads, [&](i64 r, i64 j0, i64 j1) {
         const T* p = x + r * ldx;
         float* o = z + r * ldz;
         for (i64 j = j0; j < j1; ++j) o[j] = load(p + j);
-        if (how.bias)
-            for (i64 j = j0; j < j1; ++j) o[j] += how.bias[j];
-        if (how.cap) {
-            float cap = *how.cap;
+        if (transform.bias)
+            for (i64 j = j0; j < j1; ++j) o[j] += transform.bias[j];
+        if (transform.cap) {
+            float cap = *transform.cap;
             for (i64 j = j0; j < j1; ++j) o[j] = cap * float(std::tanh(double(o[j] / cap)));
             if (capped)
                 for (i64 j = j0; j < j1; ++j) capped[r * cols + j] = o[j];
         }
-        if (how.scale) {
-            float scale = *how.scale;
+        if (transform.scale) {
+            float scale = *transform.scale;
             for (i64 j = j0; j < j1; ++j) o[j] *= scale;
         }
-        if (how.temperature) {
-            float t = how.temperature[r];
+        if (transform.temperature) {
+            float t = transform.temperature[r];
             for (i64 j = j0; j < j1; ++j) o[j] /= t;
         }
     });
 }
 
 // z <- the logits of the GEMM's output x; z may be x. `capped` [rows, cols] or null <- the values after soft-capping.
-static void logits(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform how, float* z, i64 ldz,
+static void logits(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform transform, float* z, i64 ldz,
                    float* capped, int threads) {
-    if (dtype == F32) logits_t(rows, cols, (const float*)x, ldx, how, z, ldz, capped, threads);
-    else logits_t(rows, cols, (const bf16*)x, ldx, how, z, ldz, capped, threads);
+    if (dtype == F32) logits_t(rows, cols, (const float*)x, ldx, transform, z, ldz, capped, threads);
+    else logits_t(rows, cols, (const bf16*)x, ldx, transform, z, ldz, capped, threads);
 }
 
 // Transform g in place: gradient of the logits -> gradient of the GEMM's output.
-static void logits_back(i64 rows, i64 cols, float* g, i64 ldg, Transform how, const float* capped, int threads) {
+static void logits_back(i64 rows, i64 cols, float* g, i64 ldg, Transform transform, const float* capped, int threads) {
     blocks(rows, cols, threads, [&](i64 r, i64 j0, i64 j1) {
         float* o = g + r * ldg;
-        if (how.temperature) {
-            float t = how.temperature[r];
+        if (transform.temperature) {
+            float t = transform.temperature[r];
             for (i64 j = j0; j < j1; ++j) o[j] /= t;
         }
-        if (how.scale) {
-            float scale = *how.scale;
+        if (transform.scale) {
+            float scale = *transform.scale;
             for (i64 j = j0; j < j1; ++j) o[j] *= scale;
         }
-        if (how.cap) {
-            float cap = *how.cap;
+        if (transform.cap) {
+            float cap = *transform.cap;
             for (i64 j = j0; j < j1; ++j) {
                 float c = capped[r * cols + j] / cap;
                 o[j] *= 1.f - c * c;
@@ -338,14 +339,14 @@ static void logits_back(i64 rows, i64 cols, float* g, i64 ldg, Transform how, co
     });
 }
 
-// Merge per-tile statistics [rows, tiles] into rows: top <- the maximum, or `given`; s; and v unless u is null.
-static void join(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given,
+// Merge per-tile statistics [rows, tiles] into rows: top <- the maximum, or `given_max`; s; and v unless u is null.
+static void join(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given_max,
                  float* top, i64* s, i64* v, int threads) {
     const float inf = std::numeric_limits<float>::infinity();
     parallel(rows, threads, [&](i64 r) {
         const float* mr = m + r * tiles;
-        float best = given ? given[r] : -inf;
-        if (!given)
+        float best = given_max ? given_max[r] : -inf;
+        if (!given_max)
             for (i64 t = 0; t < tiles; ++t) best = mr[t] > best || mr[t] != mr[t] ? mr[t] : best;  // NaN propagates
         i64 sum = 0, weighted = 0;
         for (i64 t = 0; t < tiles; ++t) {
@@ -642,47 +643,48 @@ static float sum_over_experts(const ExpertTree& tree, i64 experts, const float* 
 
 // Argmax of v over entries not excluded (at least one): NaN is greatest, ties go to the lowest index.
 static i64 best(i64 n, const float* v, const char* excluded) {
-    i64 at = 0;
-    while (excluded[at]) ++at;
-    for (i64 i = at + 1; i < n; ++i)
-        if (!excluded[i] && (v[i] > v[at] || (v[i] != v[i] && v[at] == v[at]))) at = i;
-    return at;
+    i64 index = 0;
+    while (excluded[index]) ++index;
+    for (i64 i = index + 1; i < n; ++i)
+        if (!excluded[i] && (v[i] > v[index] || (v[i] != v[i] && v[index] == v[index]))) index = i;
+    return index;
 }
 
 // Scratch memory for routing one row.
 struct Row {
     Array<float> scores, values, leaves, groups;
     Array<char> flags, group_flags;
-    Row(const Routing& how, const ExpertTree& tree)
-        : scores(how.experts), values(how.experts), leaves(tree.leaves()), groups(how.groups), flags(how.experts),
-          group_flags(how.groups) {}
+    Row(const Routing& routing, const ExpertTree& tree)
+        : scores(routing.experts), values(routing.experts), leaves(tree.leaves()), groups(routing.groups),
+          flags(routing.experts), group_flags(routing.groups) {}
 };
 
 // s <- scores of the router logits z: sigmoid(z), or exp(z - max z).
-static void scores(const Routing& how, const float* z, float* s) {
-    if (how.sigmoid) {
-        for (i64 e = 0; e < how.experts; ++e) s[e] = 1.f / (1.f + exp1(-z[e]));
+static void scores(const Routing& routing, const float* z, float* s) {
+    if (routing.sigmoid) {
+        for (i64 e = 0; e < routing.experts; ++e) s[e] = 1.f / (1.f + exp1(-z[e]));
         return;
     }
     float top = z[0];
-    for (i64 e = 1; e < how.experts; ++e) top = z[e] > top || z[e] != z[e] ? z[e] : top;  // NaN propagates
-    for (i64 e = 0; e < how.experts; ++e) s[e] = exp1(z[e] - top);
+    for (i64 e = 1; e < routing.experts; ++e) top = z[e] > top || z[e] != z[e] ? z[e] : top;  // NaN propagates
+    for (i64 e = 0; e < routing.experts; ++e) s[e] = exp1(z[e] - top);
 }
 
 // Return the divisor that turns scores into weights; chosen: a flag per expert.
-static float divisor(const Routing& how, const ExpertTree& tree, const float* s, const char* chosen, float* memory) {
-    if (how.sigmoid && !how.normalize) return 1.f;
-    float sum = sum_over_experts(tree, how.experts, s, how.normalize ? chosen : nullptr, memory);
-    return how.sigmoid ? sum + 1e-20f : sum;
+static float divisor(const Routing& routing, const ExpertTree& tree, const float* s, const char* chosen,
+                     float* memory) {
+    if (routing.sigmoid && !routing.normalize) return 1.f;
+    float sum = sum_over_experts(tree, routing.experts, s, routing.normalize ? chosen : nullptr, memory);
+    return routing.sigmoid ? sum + 1e-20f : sum;
 }
 
 // Select the top_k experts by `values`, within the best top_groups groups; row.flags <- 1 for selected experts, else 0.
-static void choose(const Routing& how, const float* values, Row& row) {
-    i64 size = how.experts / how.groups;
+static void choose(const Routing& routing, const float* values, Row& row) {
+    i64 size = routing.experts / routing.groups;
     char* flags = row.flags.data();  // nonzero: excluded; 2: selected
-    for (i64 e = 0; e < how.experts; ++e) flags[e] = how.groups > 1;
-    if (how.groups > 1) {
-        for (i64 g = 0; g < how.groups; ++g) {
+    for (i64 e = 0; e < routing.experts; ++e) flags[e] = routing.groups > 1;
+    if (routing.groups > 1) {
+        for (i64 g = 0; g < routing.groups; ++g) {
             const float* v = values + g * size;
             char* group = flags + g * size;
             for (i64 e = 0; e < size; ++e) group[e] = 0;
@@ -695,62 +697,62 @@ static void choose(const Routing& how, const float* values, Row& row) {
             for (i64 e = 0; e < size; ++e) group[e] = 1;
             row.group_flags[g] = 0;
         }
-        for (i64 i = 0; i < how.top_groups; ++i) {
-            i64 g = best(how.groups, row.groups.data(), row.group_flags.data());
+        for (i64 i = 0; i < routing.top_groups; ++i) {
+            i64 g = best(routing.groups, row.groups.data(), row.group_flags.data());
             row.group_flags[g] = 1;
             for (i64 e = 0; e < size; ++e) flags[g * size + e] = 0;
         }
     }
-    for (i64 i = 0; i < how.top_k; ++i) flags[best(how.experts, values, flags)] = 2;
-    for (i64 e = 0; e < how.experts; ++e) flags[e] = flags[e] == 2;
+    for (i64 i = 0; i < routing.top_k; ++i) flags[best(routing.experts, values, flags)] = 2;
+    for (i64 e = 0; e < routing.experts; ++e) flags[e] = flags[e] == 2;
 }
 
 // weights, ids [rows, top_k] <- each row's selected experts, ascending ids.
-static void route(i64 rows, Routing how, const float* z, const float* bias, float* weights, i64* ids, int threads) {
-    ExpertTree tree(how.experts);
+static void route(i64 rows, Routing routing, const float* z, const float* bias, float* weights, i64* ids, int threads) {
+    ExpertTree tree(routing.experts);
     parallel(rows, threads, [&](i64 r) {
-        Row row(how, tree);
+        Row row(routing, tree);
         float* s = row.scores.data();
-        scores(how, z + r * how.experts, s);
-        const float* values = how.sigmoid ? s : z + r * how.experts;
+        scores(routing, z + r * routing.experts, s);
+        const float* values = routing.sigmoid ? s : z + r * routing.experts;
         if (bias) {
-            for (i64 e = 0; e < how.experts; ++e) row.values[e] = values[e] + bias[e];
+            for (i64 e = 0; e < routing.experts; ++e) row.values[e] = values[e] + bias[e];
             values = row.values.data();
         }
-        choose(how, values, row);
-        float total = divisor(how, tree, s, row.flags.data(), row.leaves.data());
-        for (i64 e = 0, i = r * how.top_k; e < how.experts; ++e)
+        choose(routing, values, row);
+        float total = divisor(routing, tree, s, row.flags.data(), row.leaves.data());
+        for (i64 e = 0, i = r * routing.top_k; e < routing.experts; ++e)
             if (row.flags[e]) {
                 ids[i] = e;
-                weights[i++] = s[e] / total * how.scale;
+                weights[i++] = s[e] / total * routing.scale;
             }
     });
 }
 
 // dz [rows, experts] <- the gradient of the router logits from that of the weights.
-static void route_grad(i64 rows, Routing how, const float* z, const i64* ids, const float* grad, float* dz,
+static void route_grad(i64 rows, Routing routing, const float* z, const i64* ids, const float* grad, float* dz,
                        int threads) {
-    ExpertTree tree(how.experts);
+    ExpertTree tree(routing.experts);
     parallel(rows, threads, [&](i64 r) {
-        Row row(how, tree);
-        float *s = row.scores.data(), *terms = row.values.data(), *g = dz + r * how.experts;
+        Row row(routing, tree);
+        float *s = row.scores.data(), *terms = row.values.data(), *g = dz + r * routing.experts;
         char* chosen = row.flags.data();
-        scores(how, z + r * how.experts, s);
-        for (i64 e = 0; e < how.experts; ++e) g[e] = chosen[e] = 0;
-        for (i64 i = r * how.top_k; i < (r + 1) * how.top_k; ++i) {
-            g[ids[i]] = grad[i] * how.scale;
+        scores(routing, z + r * routing.experts, s);
+        for (i64 e = 0; e < routing.experts; ++e) g[e] = chosen[e] = 0;
+        for (i64 i = r * routing.top_k; i < (r + 1) * routing.top_k; ++i) {
+            g[ids[i]] = grad[i] * routing.scale;
             chosen[ids[i]] = 1;
         }
-        float total = divisor(how, tree, s, chosen, row.leaves.data()), shared = 0.f;
-        bool divided = how.normalize || !how.sigmoid;
+        float total = divisor(routing, tree, s, chosen, row.leaves.data()), shared = 0.f;
+        bool divided = routing.normalize || !routing.sigmoid;
         if (divided) {
-            for (i64 e = 0; e < how.experts; ++e) terms[e] = s[e] / total * g[e];
-            shared = sum_over_experts(tree, how.experts, terms, chosen, row.leaves.data());
+            for (i64 e = 0; e < routing.experts; ++e) terms[e] = s[e] / total * g[e];
+            shared = sum_over_experts(tree, routing.experts, terms, chosen, row.leaves.data());
         }
-        for (i64 e = 0; e < how.experts; ++e) {
+        for (i64 e = 0; e < routing.experts; ++e) {
             float d = divided ? g[e] - shared : g[e];
-            if (how.sigmoid) g[e] = chosen[e] ? (divided ? d / total : d) * s[e] * (1.f - s[e]) : 0.f;
-            else g[e] = chosen[e] || !how.normalize ? s[e] / total * d : 0.f;
+            if (routing.sigmoid) g[e] = chosen[e] ? (divided ? d / total : d) * s[e] * (1.f - s[e]) : 0.f;
+            else g[e] = chosen[e] || !routing.normalize ? s[e] / total * d : 0.f;
         }
     });
 }
@@ -769,15 +771,15 @@ static void combine_t(i64 rows, i64 cols, i64 k, i64 experts, const T* y, const 
         i64 n = 0, sums = 0;
         for (i64 i = r * k; i < (r + 1) * k; ++i) {
             if (place[i] < 0) continue;
-            i64 at = n++, own_leaf = tree.leaf(ids[i]);
-            for (; at > 0 && leaf[at - 1] > own_leaf; --at) {  // insertion sort by leaf
-                leaf[at] = leaf[at - 1];
-                pair[at] = pair[at - 1];
-                weight[at] = weight[at - 1];
+            i64 slot = n++, own_leaf = tree.leaf(ids[i]);
+            for (; slot > 0 && leaf[slot - 1] > own_leaf; --slot) {  // insertion sort by leaf
+                leaf[slot] = leaf[slot - 1];
+                pair[slot] = pair[slot - 1];
+                weight[slot] = weight[slot - 1];
             }
-            leaf[at] = own_leaf;
-            pair[at] = place[i];
-            weight[at] = weights ? weights[i] : 1.f;
+            leaf[slot] = own_leaf;
+            pair[slot] = place[i];
+            weight[slot] = weights ? weights[i] : 1.f;
         }
         for (i64 i = 0; i < n; ++i) alive[i] = i;
         for (i64 level = 1, m = n; m > 1; ++level) {  // add the children of each node; absent leaves are 0
@@ -795,8 +797,8 @@ static void combine_t(i64 rows, i64 cols, i64 k, i64 experts, const T* y, const 
             O* o = out + r * cols + j0;
             for (i64 i = 0; i < n; ++i) {
                 const T* p = y + pair[i] * cols + j0;
-                float *to = parts.data() + i * block, w = weight[i];
-                for (i64 j = 0; j < width; ++j) to[j] = w * load(p + j);
+                float *term = parts.data() + i * block, w = weight[i];
+                for (i64 j = 0; j < width; ++j) term[j] = w * load(p + j);
             }
             for (i64 i = 0; i < sums; ++i) {
                 float* a = parts.data() + left[i] * block;
@@ -843,8 +845,8 @@ constexpr i64 QB = 16;         // schedule: query positions per work item
 
 // Row of k and v that holds position `pos` of sequence s.
 static inline i64 kv_row(const Attention& p, i64 s, i64 pos) {
-    i64 at = p.kv_start[s] + pos;
-    return p.kv_rows ? p.kv_rows[at] : at;
+    i64 index = p.kv_start[s] + pos;
+    return p.kv_rows ? p.kv_rows[index] : index;
 }
 
 struct Item { i64 seq, q0, q1; };  // query positions [q0, q1) within the sequence's queries
@@ -858,8 +860,9 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
     i64 tiles = 0;
     for (i64 s = 0; s < p.seqs; ++s) tiles += (p.q_start[s + 1] - p.q_start[s] + QB - 1) / QB;
     Array<Item> items(tiles);
-    for (i64 s = 0, at = tiles; s < p.seqs; ++s)  // longest first: late queries attend to more keys
-        for (i64 a = 0, n = p.q_start[s + 1] - p.q_start[s]; a < n; a += QB) items[--at] = {s, a, std::min(a + QB, n)};
+    for (i64 s = 0, slot = tiles; s < p.seqs; ++s)  // longest first: late queries attend to more keys
+        for (i64 a = 0, n = p.q_start[s + 1] - p.q_start[s]; a < n; a += QB)
+            items[--slot] = {s, a, std::min(a + QB, n)};
     parallel(tiles * p.heads_kv, p.threads, [&](i64 w) {
         Item it = items[w / p.heads_kv];
         i64 hk = w % p.heads_kv, s = it.seq;
@@ -882,7 +885,7 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                 l.assign(padded, 0.f);
                 acc.assign(padded * DP, 0.f);
             }
-            i64 present = std::min(KB, last - b), seen = position(0) + 1 - b;  // keys; keys visible to the first query
+            i64 present = std::min(KB, last - b), visible = position(0) + 1 - b;  // keys; keys that query 0 sees
             i64 nonfinite = -1;  // last key whose value has inf or NaN and that some query masks
             for (i64 j = 0; j < KB; ++j) {
                 i64 row = j < present ? kv_row(p, s, b + j) : 0;
@@ -890,7 +893,7 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
                 for (i64 d = 0; d < D; ++d) kt[d * KB + j] = j < present ? load(kr + d) : 0.f;
                 for (i64 d = 0; d < DP; ++d)
                     vb[(d / NR * KB + j) * NR + d % NR] = j < present && d < D ? load(vr + d) : 0.f;
-                if (j >= seen && j < present)
+                if (j >= visible && j < present)
                     for (i64 d = 0; d < D; ++d)
                         if ((float_bits(load(vr + d)) & 0x7f800000) == 0x7f800000) nonfinite = j;
             }
@@ -950,9 +953,9 @@ static void attention_t(const Attention& p, T* out, float* m_out, float* l_out) 
             }
         }
         for (i64 r = 0; r < rows; ++r) {
-            i64 at = (p.q_start[s] + it.q0 + r / group) * p.heads_q + hk * group + r % group;
-            for (i64 d = 0; d < D; ++d) store(out + at * D + d, acc_all[r * DP + d] / l_all[r] + 0.f);
-            if (m_out) { m_out[at] = m_all[r]; l_out[at] = l_all[r]; }
+            i64 index = (p.q_start[s] + it.q0 + r / group) * p.heads_q + hk * group + r % group;
+            for (i64 d = 0; d < D; ++d) store(out + index * D + d, acc_all[r * DP + d] / l_all[r] + 0.f);
+            if (m_out) { m_out[index] = m_all[r]; l_out[index] = l_all[r]; }
         }
     });
 }
@@ -985,14 +988,14 @@ static void attention_grad_t(const Attention& p, const T* out, const float* m, c
             for (i64 i0 = 0; i0 < n; i0 += CH) {  // chunks of query rows
                 i64 i1 = std::min(i0 + CH, n), r = i1 - i0, c = i1;  // query rows, visible keys
                 const T* qi = (const T*)p.q + (first + i0) * p.q_row + h * p.q_head;
-                i64 at = (first + i0) * HQ + h;
-                const T *oi = out + at * D, *gi = d_out + at * D;
+                i64 index = (first + i0) * HQ + h;
+                const T *oi = out + index * D, *gi = d_out + index * D;
                 sc.assign(r * c, 0.f);
                 dp.assign(r * c, 0.f);
                 product(r, c, D, {qi, dt, p.q_row, 1}, {k, dt, p.k_row, 1}, sc.data(), c, 0, pa, pb);
                 product(r, c, D, {gi, dt, HQ * D, 1}, {v, dt, p.v_row, 1}, dp.data(), c, 0, pa, pb);
                 for (i64 i = 0; i < r; ++i) {
-                    float delta = 0.f, mi = m[at + i * HQ], li = l[at + i * HQ];
+                    float delta = 0.f, mi = m[index + i * HQ], li = l[index + i * HQ];
                     for (i64 d = 0; d < D; ++d)
                         delta = fma1(load(gi + i * HQ * D + d), load(oi + i * HQ * D + d), delta);
                     for (i64 j = 0; j < c; ++j) {
@@ -1001,7 +1004,7 @@ static void attention_grad_t(const Attention& p, const T* out, const float* m, c
                         dp[i * c + j] = e * (dp[i * c + j] - delta) * p.scale;
                     }
                 }
-                product(r, D, c, {dp.data(), F32, c, 1}, {k, dt, 1, p.k_row}, dq + at * D, HQ * D, 0, pa, pb);
+                product(r, D, c, {dp.data(), F32, c, 1}, {k, dt, 1, p.k_row}, dq + index * D, HQ * D, 0, pa, pb);
                 i64 kv = (first * HK + hk) * D;
                 product(c, D, r, {dp.data(), F32, 1, c}, {qi, dt, 1, p.q_row}, dk + kv, HK * D, 1, pa, pb);
                 product(c, D, r, {sc.data(), F32, 1, c}, {gi, dt, 1, HQ * D}, dv + kv, HK * D, 1, pa, pb);

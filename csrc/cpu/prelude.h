@@ -1,5 +1,7 @@
 // Types shared by the instruction-set variants, and the table of kernels that each variant fills. Included before the
 // variant sets its target, so that no header code is compiled for one instruction set and linked into all.
+//
+// alignkit/runtime/native.py mirrors DType, Routing and Attention; api.cpp exports the layouts that it checks.
 #pragma once
 #include <algorithm>
 #include <cfenv>
@@ -59,16 +61,16 @@ struct Attention {
     const i64 *kv_rows;             // row of k and v for each position; null: kv_start + position
 };
 
-struct Kernels {
+struct Kernels {  // initialized in this order at the end of kernels.inl
     const char* name;
     void (*gemm)(i64 m, i64 n, i64 k, i64 leaves, Matrix a, Matrix b, float* c, i64 ldc, int accumulate, int threads);
     void (*round)(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row,
                   i64 y_col, int threads);
     void (*add)(i64 n, int dtype, const void* a, const void* b, void* y, int threads);
-    void (*logits)(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform how, float* z, i64 ldz,
+    void (*logits)(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform transform, float* z, i64 ldz,
                    float* capped, int threads);
-    void (*logits_back)(i64 rows, i64 cols, float* g, i64 ldg, Transform how, const float* capped, int threads);
-    void (*join)(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given,
+    void (*logits_back)(i64 rows, i64 cols, float* g, i64 ldg, Transform transform, const float* capped, int threads);
+    void (*join)(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given_max,
                  float* top, i64* s, i64* v, int threads);
     void (*log_probs)(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature,
                       const double* lse, float* out, i64 ldo, int threads);
@@ -88,8 +90,8 @@ struct Kernels {
     void (*sigmoid_mul)(i64 rows, i64 n, int dtype, const float* gate, const void* x, void* y, int threads);
     void (*sigmoid_mul_grad)(i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy, float* dgate,
                              void* dx, int threads);
-    void (*route)(i64 rows, Routing how, const float* z, const float* bias, float* weights, i64* ids, int threads);
-    void (*route_grad)(i64 rows, Routing how, const float* z, const i64* ids, const float* grad, float* dz,
+    void (*route)(i64 rows, Routing routing, const float* z, const float* bias, float* weights, i64* ids, int threads);
+    void (*route_grad)(i64 rows, Routing routing, const float* z, const i64* ids, const float* grad, float* dz,
                        int threads);
     void (*combine)(i64 rows, i64 cols, i64 k, i64 experts, int dtype, const void* y, const i64* place, const i64* ids,
                     const float* weights, int out_dtype, void* out, int threads);

@@ -11,10 +11,11 @@
 // so probabilities never pass through shared memory. A warpgroup issues the next block's GEMMs before the last GEMM of
 // a block is done; meanwhile the other warpgroup uses the tensor core.
 //
-// Order of summation: dQ is a chain over keys ascending, dK and dV are chains over queries ascending, head by head.
+// Order of summation (docs/contract.md): dQ is a chain over keys ascending, dK and dV are chains over queries
+// ascending, head by head.
 //
 // Launch: each kernel has one persistent CTA of 384 threads per SM. The CTAs take the tiles in snake order, longest
-// first. Sequence lengths are read on the device.
+// first. Sequence lengths are read on the device. Tiles, blocks and launch shape change no bits.
 #include "backward.cuh"
 
 ALIGNKIT_LAYOUT(AlignkitAttentionBackward, q, k, v, grad, shift, delta, dq, dk, dv, starts, tokens, sequences, heads,
@@ -107,9 +108,9 @@ __device__ __forceinline__ void load_blocks(Shared<kDim, kDkv>& sh, const CUtens
             tma_load(sh.streamed[stage][1] + h * kBlock * kBoxColumns, b, h * kBoxColumns, head, t.q0 + i, 0, full);
           }
           if (kDkv) {
-            int64_t at = (int64_t{head} * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + i;
-            tma_load_1d(sh.statistics[stage][0], p.shift + at, kBlock * 4, full);
-            tma_load_1d(sh.statistics[stage][1], p.delta + at, kBlock * 4, full);
+            int64_t index = (int64_t{head} * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + i;
+            tma_load_1d(sh.statistics[stage][0], p.shift + index, kBlock * 4, full);
+            tma_load_1d(sh.statistics[stage][1], p.delta + index, kBlock * 4, full);
           }
         }
         __syncwarp();
@@ -162,9 +163,9 @@ __device__ __forceinline__ void compute_dq(Shared<kDim, false>& sh, const Proble
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int query = begin + thread_row() + 8 * h;
-      int64_t at = (int64_t{t.head} * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + query;
-      shift[h] = query < t.q_len ? p.shift[at] : 0.0f;
-      delta[h] = query < t.q_len ? p.delta[at] : 0.0f;
+      int64_t index = (int64_t{t.head} * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + query;
+      shift[h] = query < t.q_len ? p.shift[index] : 0.0f;
+      delta[h] = query < t.q_len ? p.delta[index] : 0.0f;
     }
     int64_t out = (int64_t{t.q0} + begin) * p.heads + t.head;
     int valid_rows = t.q_len - begin;
@@ -387,9 +388,9 @@ __device__ __forceinline__ void compute_dkv(Shared<kDim, true>& sh, const Proble
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int row = thread_row() + 8 * h;
-      int64_t at = (out + int64_t{row} * p.kv_heads) * kDim;
-      store_row<kDim / 2>(dk, h, static_cast<__nv_bfloat16*>(p.dk) + at, row < valid_keys);
-      store_row<kDim / 2>(dv, h, static_cast<__nv_bfloat16*>(p.dv) + at, row < valid_keys);
+      int64_t offset = (out + int64_t{row} * p.kv_heads) * kDim;
+      store_row<kDim / 2>(dk, h, static_cast<__nv_bfloat16*>(p.dk) + offset, row < valid_keys);
+      store_row<kDim / 2>(dv, h, static_cast<__nv_bfloat16*>(p.dv) + offset, row < valid_keys);
     }
   }
 }

@@ -14,6 +14,7 @@
 #include "../ptx/wgmma.cuh"
 #include "heads.cuh"
 
+// Arguments, filled by alignkit/ops/attention/cuda.py; ALIGNKIT_LAYOUT is in backward.cu.
 struct AlignkitAttentionBackward {
   AlignkitHeads q, k, v, grad;  // grad: gradient of the result
   const float *shift, *delta;   // per query, [heads, pads * 128]: see alignkit/ops/attention/gradients.py
@@ -144,11 +145,11 @@ __device__ __forceinline__ int thread_row() {
 __device__ __forceinline__ int thread_column() { return static_cast<int>(read_tid_x() % 4 * 2); }
 
 // Pack a 64 x 64 accumulator tile to bf16, the register A operand of the next wgmma.
-__device__ __forceinline__ void pack_operand(const float (&x)[32], uint32_t (&to)[4][4]) {
+__device__ __forceinline__ void pack_operand(const float (&x)[32], uint32_t (&operand)[4][4]) {
 #pragma unroll
   for (int j = 0; j < 4; ++j)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[j][i] = pack<__nv_bfloat16>(x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
+    for (int i = 0; i < 4; ++i) operand[j][i] = pack<__nv_bfloat16>(x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
 }
 
 __device__ __forceinline__ void fill_with_nan(void* out, int64_t vectors) {
@@ -166,6 +167,7 @@ __global__ void __launch_bounds__(Shared::threads, 1)
                        const __grid_constant__ CUtensorMap c, const __grid_constant__ CUtensorMap d,
                        const __grid_constant__ Problem p) {
   // The declared alignment, which the swizzle needs, makes shared addresses compile-time constants.
+  // tests/ops/test_attention_on_cpu.py replaces the next line by its text.
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& sh = *reinterpret_cast<Shared*>(raw);
   constexpr bool dkv = Shared::dkv;

@@ -64,22 +64,22 @@ struct DkvShared {
 // Recomputed by producer warps: registers are scarce.
 __device__ __forceinline__ bool is_leader() { return read_tid_x() % 32 == 0; }
 
-__device__ __forceinline__ void load_block(__nv_bfloat16* to, const CUtensorMap* from, int head, int row,
+__device__ __forceinline__ void load_block(__nv_bfloat16* dst, const CUtensorMap* map, int head, int row,
                                            uint64_t* full) {
 #pragma unroll
   for (int h = 0; h < kHeadBoxes; ++h)
-    tma_load(to + h * kBlock * kBoxColumns, from, h * kBoxColumns, head, row, 0, full);
+    tma_load(dst + h * kBlock * kBoxColumns, map, h * kBoxColumns, head, row, 0, full);
 }
 
 // Zero the rows of blocks from `left` on, by one warp. Rows past the sequence's end may hold inf or NaN, which a factor
 // of 0 does not cancel.
 template <int kBlocks>
-__device__ __forceinline__ void zero_rows(__nv_bfloat16* to, int left) {
+__device__ __forceinline__ void zero_rows(__nv_bfloat16* dst, int left) {
 #pragma unroll 1
   for (int x = left * kBoxColumns + static_cast<int>(read_tid_x() % 32) * 8; x < kBlock * kBoxColumns; x += 32 * 8)
 #pragma unroll
     for (int h = 0; h < kBlocks * kHeadBoxes; ++h)
-      *reinterpret_cast<uint4*>(to + h * kBlock * kBoxColumns + x) = make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4*>(dst + h * kBlock * kBoxColumns + x) = make_uint4(0, 0, 0, 0);
   fence_proxy_async();
   __syncwarp();
 }
@@ -99,19 +99,19 @@ __device__ __forceinline__ void load_blocks(DqShared& sh, const CUtensorMap* k, 
     int head = t.head / (group_size / p.kv_heads), end = min(t.q_len, t.first + DqShared::rows);
 #pragma unroll 1
     for (int i = 0; i < end; i += kBlock, ++block) {
-      auto load = [&](__nv_bfloat16* to, const CUtensorMap* from, uint64_t* empty, unsigned uses, uint64_t* full) {
+      auto load = [&](__nv_bfloat16* dst, const CUtensorMap* map, uint64_t* empty, unsigned uses, uint64_t* full) {
         bool complete = t.q_len - i >= kBlock;
         uint64_t* full_barrier = complete ? full : &sh.patch_full;
         mbarrier_wait(empty, uses % 2 ^ 1);
         if (is_leader()) {
           mbarrier_expect_tx(full_barrier, kBlockElements * 2);
-          load_block(to, from, head, t.q0 + i, full_barrier);
+          load_block(dst, map, head, t.q0 + i, full_barrier);
         }
         __syncwarp();
         if (!complete) {
           mbarrier_wait(full_barrier, phases >> 1);
           phases ^= 2;
-          zero_rows<1>(to, t.q_len - i);
+          zero_rows<1>(dst, t.q_len - i);
           if (is_leader()) mbarrier_arrive(full);
         }
       };
@@ -140,12 +140,12 @@ __device__ __forceinline__ void load_blocks(DkvShared& sh, const CUtensorMap* q,
         uint64_t* full_barrier = left >= kBlock ? &sh.full[stage] : &sh.patch_full;
         mbarrier_wait(&sh.empty[stage], block / 2 % 2 ^ 1);
         if (is_leader()) {
-          int64_t at = (int64_t{head} * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + i;
+          int64_t index = (int64_t{head} * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + i;
           mbarrier_expect_tx(full_barrier, 2 * kBlockElements * 2 + 2 * kBlock * 4);
           load_block(sh.streamed[stage][0], q, head, t.q0 + i, full_barrier);
           load_block(sh.streamed[stage][1], grad, head, t.q0 + i, full_barrier);
-          tma_load_1d(sh.statistics[stage][0], p.shift + at, kBlock * 4, full_barrier);
-          tma_load_1d(sh.statistics[stage][1], p.delta + at, kBlock * 4, full_barrier);
+          tma_load_1d(sh.statistics[stage][0], p.shift + index, kBlock * 4, full_barrier);
+          tma_load_1d(sh.statistics[stage][1], p.delta + index, kBlock * 4, full_barrier);
         }
         __syncwarp();
         if (left < kBlock) {
@@ -219,9 +219,9 @@ __device__ __forceinline__ void compute_dq(DqShared& sh, const Problem& p) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int query = begin + thread_row() + 8 * h;
-      int64_t at = (int64_t{t.head} * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + query;
-      shift[h] = query < t.q_len ? p.shift[at] : 0.0f;
-      delta[h] = query < t.q_len ? p.delta[at] : 0.0f;
+      int64_t index = (int64_t{t.head} * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + query;
+      shift[h] = query < t.q_len ? p.shift[index] : 0.0f;
+      delta[h] = query < t.q_len ? p.delta[index] : 0.0f;
     }
     auto wait_for_keys = [&] { mbarrier_wait(&sh.k_full[block % 2], block / 2 % 2); };
     auto wait_for_values = [&] { mbarrier_wait(&sh.v_full, block % 2); };

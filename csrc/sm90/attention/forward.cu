@@ -10,11 +10,13 @@
 // score. It skips the running maximum in most blocks, and the row sum comes from a column of ones beside V. At head
 // dimension 256, scores and accumulators do not fit in registers together, so Q K^T starts after P V is done.
 //
-// Order of summation: a leaf is 512 keys from position 0, visited in ascending blocks of 128. Q K^T is a chain over the
-// head dimension, P V a chain over the leaf's keys. Leaves are merged in ascending order in fp32.
+// Order of summation (docs/contract.md, "On Hopper GPUs"): a leaf is 512 keys from position 0, visited in ascending
+// blocks of 128. Q K^T is a chain over the head dimension, P V a chain over the leaf's keys. Leaves are merged in
+// ascending order in fp32.
 //
-// Launch: one persistent CTA per SM, (warpgroups + 1) * 128 threads. The CTAs take the tiles in snake order, most keys
-// first. Sequence lengths are read on the device, so a CUDA graph can be replayed with other lengths.
+// Launch (it changes no bits, like the rows of a tile): one persistent CTA per SM, (warpgroups + 1) * 128 threads. The
+// CTAs take the tiles in snake order, most keys first. Sequence lengths are read on the device, so a CUDA graph can be
+// replayed with other lengths.
 #include <algorithm>
 
 #include "../../interface.h"
@@ -28,6 +30,7 @@
 #include "../ptx/wgmma.cuh"
 #include "heads.cuh"
 
+// Arguments, filled by alignkit/ops/attention/cuda.py.
 struct AlignkitAttention {
   AlignkitHeads q, k, v;
   void* out;                           // [tokens, heads, dim]
@@ -327,8 +330,8 @@ __device__ __forceinline__ void load_kv(Shared<kDim>& sh, const CUtensorMap* map
       uint64_t* full = patches ? &sh.patch_full : full_barriers + stage;
       if (leader()) mbarrier_expect_tx(full, bytes);
       __syncwarp();
-      __nv_bfloat16* to = (kValues ? sh.v[stage] : sh.k[stage]) + (column_box() * kKeys + first) * kBoxColumns;
-      if (valid) tma_load(to, map, column_box() * kBoxColumns, head, row, 0, full);
+      __nv_bfloat16* dst = (kValues ? sh.v[stage] : sh.k[stage]) + (column_box() * kKeys + first) * kBoxColumns;
+      if (valid) tma_load(dst, map, column_box() * kBoxColumns, head, row, 0, full);
       if (patches) {
         mbarrier_wait(full, phases / 2);
         phases ^= 2;
@@ -601,32 +604,32 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
         if (!first) {
 #pragma unroll
           for (int x = merged_registers; x < on_chip; x += 4) {
-            float4 to = shared_vector(x);
-            shared_vector(x) = make_float4(to.x * merged_scale[0], to.y * merged_scale[0], to.z * merged_scale[1],
-                                           to.w * merged_scale[1]);
+            float4 sums = shared_vector(x);
+            shared_vector(x) = make_float4(sums.x * merged_scale[0], sums.y * merged_scale[0], sums.z * merged_scale[1],
+                                           sums.w * merged_scale[1]);
           }
 #pragma unroll 1
           for (int i = 0; i < merged_global; ++i) {
             float4* vectors = global_vectors() + i * groups * 128;
-            float4 to = load_cg(vectors);
-            store_cg(vectors, make_float4(to.x * merged_scale[0], to.y * merged_scale[0], to.z * merged_scale[1],
-                                          to.w * merged_scale[1]));
+            float4 sums = load_cg(vectors);
+            store_cg(vectors, make_float4(sums.x * merged_scale[0], sums.y * merged_scale[0], sums.z * merged_scale[1],
+                                          sums.w * merged_scale[1]));
           }
         }
       }
-      auto add = [&](int x, float4& to) {
-        to.x = __fmaf_rn(acc[x], leaf_scale[0], to.x);
-        to.y = __fmaf_rn(acc[x + 1], leaf_scale[0], to.y);
-        to.z = __fmaf_rn(acc[x + 2], leaf_scale[1], to.z);
-        to.w = __fmaf_rn(acc[x + 3], leaf_scale[1], to.w);
+      auto add = [&](int x, float4& sums) {
+        sums.x = __fmaf_rn(acc[x], leaf_scale[0], sums.x);
+        sums.y = __fmaf_rn(acc[x + 1], leaf_scale[0], sums.y);
+        sums.z = __fmaf_rn(acc[x + 2], leaf_scale[1], sums.z);
+        sums.w = __fmaf_rn(acc[x + 3], leaf_scale[1], sums.w);
       };
 #pragma unroll
       for (int x = 0; x < merged_registers; ++x) merged[x] = __fmaf_rn(acc[x], leaf_scale[x / 2 % 2], merged[x]);
 #pragma unroll
       for (int x = merged_registers; x < on_chip; x += 4) {
-        float4 to = first ? make_float4(-0.0f, -0.0f, -0.0f, -0.0f) : shared_vector(x);
-        add(x, to);
-        shared_vector(x) = to;
+        float4 sums = first ? make_float4(-0.0f, -0.0f, -0.0f, -0.0f) : shared_vector(x);
+        add(x, sums);
+        shared_vector(x) = sums;
       }
       update_global(!first, true, add);
     };
@@ -721,8 +724,8 @@ __device__ __forceinline__ void attend(Shared<kDim>& sh, const Problem& p) {
       int row = first_row() + 8 * h, query = position - t.context;  // index among the sequence's queries
       bool valid = query < t.q_len && row < p.positions * p.together;
       int64_t head = t.head + row - p.position_of(row) * p.together;
-      int64_t at = ((t.q0 + query) * int64_t{p.heads} + head) * kDim;
-      store_row<acc_count>(acc, h, static_cast<__nv_bfloat16*>(p.out) + at, valid);
+      int64_t offset = ((t.q0 + query) * int64_t{p.heads} + head) * kDim;
+      store_row<acc_count>(acc, h, static_cast<__nv_bfloat16*>(p.out) + offset, valid);
       if (p.shift && valid && read_tid_x() % 4 == 0)
         p.shift[(head * p.pads + t.q0 / kStatisticsPad + t.s) * kStatisticsPad + query] = state.x - log2f(state.y);
     }
@@ -736,6 +739,7 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
     attention_forward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                       const __grid_constant__ CUtensorMap v, const Problem p) {
   // The declared alignment, which the swizzle needs, makes shared addresses compile-time constants.
+  // tests/ops/test_attention_on_cpu.py replaces the next line by its text.
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared<kDim>& sh = *reinterpret_cast<Shared<kDim>*>(raw);
   if (threadIdx.x == 0) {

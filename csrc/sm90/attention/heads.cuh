@@ -1,4 +1,5 @@
 // Shared by the attention kernels: argument structs, tensor maps of heads, the row store and the layout of statistics.
+// alignkit/ops/attention/cuda.py mirrors the structs; ALIGNKIT_LAYOUT is in forward.cu.
 #pragma once
 #include "../ptx/tma.cuh"
 #include "../ptx/pack.cuh"

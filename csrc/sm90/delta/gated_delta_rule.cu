@@ -112,8 +112,8 @@ struct Sequence {
 };
 
 __device__ __forceinline__ int sequence_start(const AlignkitDelta& p, int i) {
-  int64_t at = p.wide ? static_cast<const int64_t*>(p.cu_seqlens)[i] : static_cast<const int32_t*>(p.cu_seqlens)[i];
-  return static_cast<int>(min(max(at, int64_t{0}), static_cast<int64_t>(p.rows)));
+  int64_t row = p.wide ? static_cast<const int64_t*>(p.cu_seqlens)[i] : static_cast<const int32_t*>(p.cu_seqlens)[i];
+  return static_cast<int>(min(max(row, int64_t{0}), static_cast<int64_t>(p.rows)));
 }
 
 __device__ __forceinline__ int chunk_count(int rows) { return (rows + kChunk - 1) / kChunk; }
@@ -191,17 +191,17 @@ __device__ void load_chunks(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& 
   int fetch_chunk = p.taken && c.rank == 0 ? 0 : -1;  // the chunk before which this warp takes the next task; -1: never
   unsigned taken = 0;
   int next_slot = 0, next_phase = 0;
-  auto tile = [&](auto* to, const CUtensorMap* map, int head, int row, int batch, uint64_t* full) {
-    to += c.rank * rows_each * 64;
+  auto tile = [&](auto* dst, const CUtensorMap* map, int head, int row, int batch, uint64_t* full) {
+    dst += c.rank * rows_each * 64;
     row += c.rank * rows_each;
     for (int x = 0; x < K; x += 64)
       if (c.ctas == 1)
-        tma_load(to + x * kChunk, map, x, head, row, batch, full);
+        tma_load(dst + x * kChunk, map, x, head, row, batch, full);
       else
-        tma_load_multicast((1 << c.ctas) - 1, to + x * kChunk, map, x, head, row, batch, full);
+        tma_load_multicast((1 << c.ctas) - 1, dst + x * kChunk, map, x, head, row, batch, full);
   };
-  auto slice = [&](auto& to, const CUtensorMap* map, int block, int head, int row, int batch, uint64_t* full) {
-    for (int i = 0; i < groups; ++i) tma_load(to[i], map, (block * groups + i) * Sh::kSlice, head, row, batch, full);
+  auto slice = [&](auto& dst, const CUtensorMap* map, int block, int head, int row, int batch, uint64_t* full) {
+    for (int i = 0; i < groups; ++i) tma_load(dst[i], map, (block * groups + i) * Sh::kSlice, head, row, batch, full);
   };
   for_each_task(sh, p, c, [&](const Sequence& s, int head, int, int block) {
     int key_head = head / (p.heads / p.key_heads);
@@ -212,7 +212,7 @@ __device__ void load_chunks(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& 
       if (chunk == fetch_chunk) taken = atomicInc(p.taken, p.sequences * p.heads * c.splits - 1);
       int row = s.begin + chunk * kChunk;
       uint64_t *full = sh.full[stage], *empty = sh.empty[stage];
-      auto& to = sh.stage[stage];
+      auto& operands = sh.stage[stage];
       if (s.rows == 0) {
         for (int part = 0; part < kOperands; ++part) {
           mbarrier_wait(&empty[part], phase ^ 1);
@@ -222,15 +222,15 @@ __device__ void load_chunks(Sh& sh, const DeltaMaps& maps, const AlignkitDelta& 
       }
       mbarrier_wait(&empty[kKTile], phase ^ 1);
       mbarrier_expect_tx(&full[kKTile], bytes + slice_bytes);
-      tile(to.k, &maps.k, key_head, row, s.batch, &full[kKTile]);
-      slice(to.dv, &maps.dv, block, head, row, s.batch, &full[kKTile]);
+      tile(operands.k, &maps.k, key_head, row, s.batch, &full[kKTile]);
+      slice(operands.dv, &maps.dv, block, head, row, s.batch, &full[kKTile]);
       mbarrier_wait(&empty[kQTile], phase ^ 1);
       mbarrier_expect_tx(&full[kQTile], bytes + slice_bytes);
-      tile(to.q, &maps.q, key_head, row, s.batch, &full[kQTile]);
-      slice(to.d_o, &maps.d_o, block, head, row, s.batch, &full[kQTile]);
+      tile(operands.q, &maps.q, key_head, row, s.batch, &full[kQTile]);
+      slice(operands.d_o, &maps.d_o, block, head, row, s.batch, &full[kQTile]);
       mbarrier_wait(&empty[kWTile], phase ^ 1);
       mbarrier_expect_tx(&full[kWTile], bytes);
-      tile(to.w, &maps.w, head, row, s.batch, &full[kWTile]);
+      tile(operands.w, &maps.w, head, row, s.batch, &full[kWTile]);
     }
     __syncwarp();
     if (p.taken) {
@@ -279,43 +279,43 @@ struct Gates {
   // sequence's last.
   static __device__ __forceinline__ void fetch(const AlignkitDelta& p, const Sequence& s, int chunk, int head,
                                                int share) {
-    auto prefetch_line = [](const float* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); };
-    int64_t from = first(p, s, chunk, head);
+    auto prefetch_line = [](const float* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); };
+    int64_t base = first(p, s, chunk, head);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (p.g) prefetch_line(p.g + from + static_cast<int64_t>(row(share, i)) * p.heads);
-    if (p.gk) prefetch_line(p.gk + (from + static_cast<int64_t>(kChunk - 1) * p.heads) * K + channel(share, 0));
+      if (p.g) prefetch_line(p.g + base + static_cast<int64_t>(row(share, i)) * p.heads);
+    if (p.gk) prefetch_line(p.gk + (base + static_cast<int64_t>(kChunk - 1) * p.heads) * K + channel(share, 0));
   }
 
   __device__ __forceinline__ void read(const AlignkitDelta& p, const Sequence& s, int chunk, int head, int share) {
     int end = s.rows_of_chunk(chunk) - 1;
     bool valid = end >= 0;
-    int64_t from = first(p, s, chunk, head), at_end = from + static_cast<int64_t>(end) * p.heads;
+    int64_t base = first(p, s, chunk, head), at_end = base + static_cast<int64_t>(end) * p.heads;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)  // rows past the end: any finite gate, because their operands are zero
-      g[i] = p.g && valid ? p.g[from + static_cast<int64_t>(min(row(share, i), end)) * p.heads] : 0.0f;
+      g[i] = p.g && valid ? p.g[base + static_cast<int64_t>(min(row(share, i), end)) * p.heads] : 0.0f;
     last = p.g && valid ? p.g[at_end] : 0.0f;
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) gk[i] = p.gk && valid ? p.gk[at_end * K + channel(share, i)] : 0.0f;
   }
 
-  __device__ __forceinline__ void write(Factors<K>& to, float scale, float unit, int share) const {
-    float whole = exp2_approx(last * unit);
+  __device__ __forceinline__ void write(Factors<K>& factors, float scale, float unit, int share) const {
+    float last_factor = exp2_approx(last * unit);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      to.do_scale[row(share, i)] = scale * exp2_approx(g[i] * unit);
-      to.dv_scale[row(share, i)] = exp2_approx((last - g[i]) * unit);
+      factors.do_scale[row(share, i)] = scale * exp2_approx(g[i] * unit);
+      factors.dv_scale[row(share, i)] = exp2_approx((last - g[i]) * unit);
     }
 #pragma unroll
-    for (int i = 0; i < kChannels; ++i) to.decay[channel(share, i)] = whole * exp2_approx(gk[i] * unit);
+    for (int i = 0; i < kChannels; ++i) factors.decay[channel(share, i)] = last_factor * exp2_approx(gk[i] * unit);
   }
 };
 
-// Multiply rows `from` to `end` of `tile`, of kSlice columns, by their factors and round them, by one warp.
+// Multiply rows `begin` to `end` of `tile`, of kSlice columns, by their factors and round them, by one warp.
 template <int kSlice, class T>
-__device__ __forceinline__ void scale_rows(T* tile, const float* factors, int from, int end) {
+__device__ __forceinline__ void scale_rows(T* tile, const float* factors, int begin, int end) {
   constexpr int kBatch = 4, kUnits = kSlice / 8, kRows = 32 / kUnits;
-  for (int r = from + threadIdx.x % 32 / kUnits; r < end; r += kRows * kBatch) {
+  for (int r = begin + threadIdx.x % 32 / kUnits; r < end; r += kRows * kBatch) {
     // The swizzle permutes units within a row; their order does not matter here.
     uint4* units = reinterpret_cast<uint4*>(tile + r * kSlice) + threadIdx.x % kUnits;
     uint4 v[kBatch];
@@ -341,7 +341,7 @@ constexpr int kPrefetchDistance = 6;  // schedule: chunks between the L2 prefetc
 // Factor warps: compute a chunk's factors and scale do in place, each warp its share of the rows.
 template <int K, int kWarps, class Sh>
 __device__ void prepare(Sh& sh, const AlignkitDelta& p, int share, const Cluster& c) {
-  int stage = 0, phase = 0, from = share * (kChunk / kWarps);
+  int stage = 0, phase = 0, begin = share * (kChunk / kWarps);
   for_each_task(sh, p, c, [&](const Sequence& s, int head, int, int) {
     int chunk = s.steps() - 1;
     Gates<K, kWarps> now, next;
@@ -356,7 +356,7 @@ __device__ void prepare(Sh& sh, const AlignkitDelta& p, int share, const Cluster
       __syncwarp();
       mbarrier_wait(&sh.full[stage][kQTile], phase);
       for (auto& tile : sh.stage[stage].d_o)
-        scale_rows<Sh::kSlice>(tile, sh.factors[stage].do_scale, from, from + kChunk / kWarps);
+        scale_rows<Sh::kSlice>(tile, sh.factors[stage].do_scale, begin, begin + kChunk / kWarps);
       fence_proxy_async();  // before TMA overwrites the stage
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(&sh.factors_full[stage]);
@@ -417,22 +417,23 @@ __device__ void store_chunks(Sh& sh, const DeltaMaps& maps, const AlignkitDelta&
       __syncwarp();
       named_barrier_arrive(barriers + kOutEmpty, kStoreThreads);
       named_barrier_sync(barriers + kOutFull, kStoreThreads);
-      int row = s.begin + chunk * kChunk, rows = s.rows_of_chunk(chunk), at = (s.first_chunk + chunk) * p.heads + head;
+      int row = s.begin + chunk * kChunk, rows = s.rows_of_chunk(chunk);
+      int dh_tile = (s.first_chunk + chunk) * p.heads + head;
       if (lane == 0 && rows > 0) {
         fence_proxy_async();  // issued by the store warp, because the consumers' time is critical
         if (p.v_first)
-          for (int x = 0; x < K; x += 64) tma_store(&maps.dh, sh.dh[group] + x * slice, x, first, at);
+          for (int x = 0; x < K; x += 64) tma_store(&maps.dh, sh.dh[group] + x * slice, x, first, dh_tile);
         else
-          tma_store(&maps.dh, sh.dh[group], first, 0, at);
+          tma_store(&maps.dh, sh.dh[group], first, 0, dh_tile);
         if (rows == kChunk) tma_store(&maps.dv2, sh.dv2[group], first, head, row, s.batch);
         tma_store_commit();
       }
       if (rows == kChunk) continue;
       // A partial chunk is stored by the warp: the rows after it may belong to another sequence.
-      int64_t from = (static_cast<int64_t>(s.batch) * p.rows + row) * p.heads + head;
-      T* to = static_cast<T*>(p.dv2) + from * p.value_dim + first + lane % units * 8;
+      int64_t base = (static_cast<int64_t>(s.batch) * p.rows + row) * p.heads + head;
+      T* dst = static_cast<T*>(p.dv2) + base * p.value_dim + first + lane % units * 8;
       for (int r = lane / units; r < rows; r += 32 / units)
-        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(r) * p.heads * p.value_dim) =
+        *reinterpret_cast<uint4*>(dst + static_cast<int64_t>(r) * p.heads * p.value_dim) =
             *reinterpret_cast<const uint4*>(sh.dv2[group] + r * slice + (lane % units ^ r / (8 / units) % units) * 8);
     }
   });
@@ -454,10 +455,10 @@ __device__ __forceinline__ void for_each_accumulator(const AlignkitDelta& p, int
                                                      const Function& function) {
   int lane = threadIdx.x % 32, v = first + threadIdx.x / 32 % 4 * kOwnRows<kSlice> + lane / 4, k = 2 * (lane % 4);
   int64_t next_v = p.v_first ? K : 1, next_k = p.v_first ? 1 : p.value_dim;
-  int64_t from = static_cast<int64_t>(state) * K * p.value_dim + v * next_v + k * next_k;
+  int64_t base = static_cast<int64_t>(state) * K * p.value_dim + v * next_v + k * next_k;
 #pragma unroll
   for (int i = 0; i < K / 2; ++i)
-    if (i / 2 % 2 * 8 < kOwnRows<kSlice>) function(i, from + i / 2 % 2 * 8 * next_v + (i / 4 * 8 + i % 2) * next_k);
+    if (i / 2 % 2 * 8 < kOwnRows<kSlice>) function(i, base + i / 2 % 2 * 8 * next_v + (i / 4 * 8 + i % 2) * next_k);
 }
 
 // Consumer warpgroup: propagates D through the chunks of each state.
@@ -476,14 +477,14 @@ __device__ void propagate(Sh& sh, const AlignkitDelta& p, int group, const Clust
     for (int i = 0; i < 4; ++i)
 #pragma unroll
       for (int r = 0; r < 4; r += operands_per_x4) {
-        int at = 8 * i + 2 * r;
-        a[part % cached_parts][i][r] = pack<T>(d[part][at], d[part][at + 1]);
+        int index = 8 * i + 2 * r;
+        a[part % cached_parts][i][r] = pack<T>(d[part][index], d[part][index + 1]);
       }
     if (slice < 64) gather_rows(a[part % cached_parts]);
   };
-  auto stage_dh = [&](int from) {
+  auto stage_dh = [&](int begin) {
 #pragma unroll
-    for (int part = from; part < from + cached_parts; ++part)
+    for (int part = begin; part < begin + cached_parts; ++part)
 #pragma unroll
       for (int i = 0; i < 4; i += operands_per_x4)
         if (p.v_first) {
@@ -498,7 +499,8 @@ __device__ void propagate(Sh& sh, const AlignkitDelta& p, int group, const Clust
   for_each_task(sh, p, cluster, [&](const Sequence& s, int, int state, int block) {
     int first = (block * Sh::kGroups + group) * slice;
     if (p.dht)
-      for_each_accumulator<K, slice>(p, state, first, [&](int i, int64_t at) { d[i / 32][i % 32] = p.dht[at]; });
+      for_each_accumulator<K, slice>(p, state, first,
+                                     [&](int i, int64_t offset) { d[i / 32][i % 32] = p.dht[offset]; });
     else
       for_each_accumulator<K, slice>(p, state, first, [&](int i, int64_t) { d[i / 32][i % 32] = 0.0f; });
 #pragma unroll
@@ -532,17 +534,17 @@ __device__ void propagate(Sh& sh, const AlignkitDelta& p, int group, const Clust
       uint64_t k_operand = smem_descriptor<false>(in.k);
       warpgroup_wait<0>();  // nothing is pending; without this the compiler inserts a wait at the next use of D
 #pragma unroll
-      for (int from = 0; from < parts; from += cached_parts) {
-        if (from > 0) {
-          if (from == cached_parts) named_barrier_sync(barriers + kOutEmpty, kStoreThreads);
-          stage_dh(from - cached_parts);
+      for (int begin = 0; begin < parts; begin += cached_parts) {
+        if (begin > 0) {
+          if (begin == cached_parts) named_barrier_sync(barriers + kOutEmpty, kStoreThreads);
+          stage_dh(begin - cached_parts);
           warpgroup_wait<0>();
 #pragma unroll
-          for (int part = from; part < from + cached_parts; ++part) round(part);
+          for (int part = begin; part < begin + cached_parts; ++part) round(part);
         }
         warpgroup_arrive();
 #pragma unroll
-        for (int part = from; part < from + cached_parts; ++part)
+        for (int part = begin; part < begin + cached_parts; ++part)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
             wgmma<false, false>(T{}, x, a[part % cached_parts][i],
@@ -596,8 +598,8 @@ __device__ void propagate(Sh& sh, const AlignkitDelta& p, int group, const Clust
 #pragma unroll
         for (int r = 0; r < 4; r += operands_per_x4) {
           float2 factor = dv_scale[2 * i + r / 2], v = unpack<T>(c[i][r]);
-          int at = 8 * i + 2 * r;
-          c[i][r] = pack<T>(__fmaf_rn(factor.x, x[at], v.x), __fmaf_rn(factor.y, x[at + 1], v.y));
+          int index = 8 * i + 2 * r;
+          c[i][r] = pack<T>(__fmaf_rn(factor.x, x[index], v.x), __fmaf_rn(factor.y, x[index + 1], v.y));
         }
       // ptxas workaround: if it moves an operand of a negated wgmma to another register, as here, it negates that
       // operand as an integer. So flip the sign bits explicitly.
@@ -649,7 +651,8 @@ __device__ void propagate(Sh& sh, const AlignkitDelta& p, int group, const Clust
       release(kWTile);
     }
     if (p.dh0)
-      for_each_accumulator<K, slice>(p, state, first, [&](int i, int64_t at) { p.dh0[at] = d[i / 32][i % 32]; });
+      for_each_accumulator<K, slice>(p, state, first,
+                                     [&](int i, int64_t offset) { p.dh0[offset] = d[i / 32][i % 32]; });
   });
 }
 
@@ -716,15 +719,15 @@ cudaError_t make_tensor_map(CUtensorMap* map, Box b) {
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Make the map of a tensor [batch, rows, heads, columns]: a box is `rows` rows by `across` columns of one head.
+// Make the map of a tensor [batch, rows, heads, columns]: a box is `rows` rows by `box_columns` columns of one head.
 cudaError_t make_row_map(CUtensorMap* map, const AlignkitDelta& p, const void* data, const int64_t (&strides)[3],
-                         int heads, int columns, int across, int rows) {
+                         int heads, int columns, int box_columns, int rows) {
   using Size = cuuint64_t;
   return make_tensor_map(map, {data,
                                p.half != 0,
                                {Size(columns), Size(heads), Size(p.rows), Size(p.batch)},
                                {Size(strides[2]), Size(strides[1]), Size(strides[0])},
-                               {cuuint32_t(across), 1, cuuint32_t(rows), 1},
+                               {cuuint32_t(box_columns), 1, cuuint32_t(rows), 1},
                                4});
 }
 
@@ -732,7 +735,7 @@ cudaError_t make_tensor_maps(DeltaMaps* maps, const AlignkitDelta& p, int slice,
   struct {
     CUtensorMap* map;
     const void* data;
-    int heads, columns, across, rows;
+    int heads, columns, box_columns, rows;
   } inputs[5] = {{&maps->q, p.q, p.key_heads, p.key_dim, 64, kChunk / cluster_size},
                  {&maps->k, p.k, p.key_heads, p.key_dim, 64, kChunk / cluster_size},
                  {&maps->w, p.w, p.heads, p.key_dim, 64, kChunk / cluster_size},
@@ -740,17 +743,17 @@ cudaError_t make_tensor_maps(DeltaMaps* maps, const AlignkitDelta& p, int slice,
                  {&maps->dv, p.dv, p.heads, p.value_dim, slice, kChunk}};
   for (int i = 0; i < 5; ++i)
     if (cudaError_t e = make_row_map(inputs[i].map, p, inputs[i].data, p.strides[i], inputs[i].heads, inputs[i].columns,
-                                     inputs[i].across, inputs[i].rows))
+                                     inputs[i].box_columns, inputs[i].rows))
       return e;
   int64_t row = int64_t{p.heads} * p.value_dim, dense[3] = {row * p.rows, row, p.value_dim};
   if (cudaError_t e = make_row_map(&maps->dv2, p, p.dv2, dense, p.heads, p.value_dim, slice, kChunk)) return e;
   using Size = cuuint64_t;
-  Size across = p.v_first ? p.key_dim : p.value_dim, down = p.v_first ? p.value_dim : p.key_dim;
+  Size inner = p.v_first ? p.key_dim : p.value_dim, outer = p.v_first ? p.value_dim : p.key_dim;
   return make_tensor_map(&maps->dh,
                          {p.dh,
                           p.half != 0,
-                          {across, down, Size(p.batch) * p.chunks * p.heads, 1},
-                          {across, across * down, 0},
+                          {inner, outer, Size(p.batch) * p.chunks * p.heads, 1},
+                          {inner, inner * outer, 0},
                           {cuuint32_t(p.v_first ? 64 : slice), cuuint32_t(p.v_first ? slice : p.key_dim), 1, 1},
                           3});
 }

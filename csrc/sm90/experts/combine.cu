@@ -8,6 +8,8 @@
 // Order of summation: the expert tree of docs/contract.md. Absent experts are skipped, and +0 is added to every term.
 //
 // Launch: CTAs of 8 warps; grid (tokens / 8, column parts), with enough column parts for about kTargetCtas CTAs.
+//
+// Called by alignkit/ops/moe_experts/cuda.py. Tile and launch shape change no bits.
 #include <algorithm>
 #include <climits>
 #include <cstdint>

@@ -6,10 +6,12 @@
 // Warp specialization: one producer thread issues TMA loads, without a pause at the ends of leaves and tiles. Two
 // consumer warpgroups multiply 64 rows each.
 //
-// Order of summation: one chain over ascending k, or the k-tree, the balanced tree over 2, 4 or 8 leaves, each a chain.
-// A leaf may end at any multiple of 16 of k.
+// Order of summation (docs/contract.md): one chain over ascending k, or the k-tree, the balanced tree over 2, 4 or 8
+// leaves, each a chain. A leaf may end at any multiple of 16 of k.
 //
 // Launch: one persistent CTA of 384 threads per SM.
+//
+// Called by alignkit/ops/moe_experts/cuda.py. Tile and launch shape change no bits.
 #include "experts.cuh"
 
 namespace alignkit {
@@ -145,9 +147,9 @@ struct Consumer {
   }
 };
 
-__device__ __forceinline__ void add(float (&to)[kAccumulators], const float (&other)[kAccumulators]) {
+__device__ __forceinline__ void add(float (&sums)[kAccumulators], const float (&terms)[kAccumulators]) {
 #pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) to[i] = to[i] + other[i];
+  for (int i = 0; i < kAccumulators; ++i) sums[i] = sums[i] + terms[i];
 }
 
 // The balanced tree over the next kLeaves leaves.

@@ -1,6 +1,6 @@
 // Shared by the grouped GEMMs over experts: the tile scheduler, the kernel prologue and the experts' tensor maps.
 // A pair is one token and one expert that it is routed to. Pairs lie in expert order, so each expert has consecutive
-// rows.
+// rows. The order of tiles changes no bits.
 #pragma once
 #include "../gemm/gemm.cuh"
 
@@ -137,10 +137,10 @@ inline unsigned grid_size(int64_t pairs, const Experts& e, int sms) {
 }
 
 // Write the tensor map of one matrix to the caller's memory.
-inline cudaError_t write_tensor_map(void* to, const Matrix& matrix, int rows, int k, int box_rows) {
+inline cudaError_t write_tensor_map(void* dst, const Matrix& matrix, int rows, int k, int box_rows) {
   CUtensorMap map;
   cudaError_t e = make_tensor_map(&map, matrix, Layout::kPlain, rows, k, box_rows);
-  if (!e) std::copy_n(reinterpret_cast<const char*>(&map), sizeof(map), static_cast<char*>(to));
+  if (!e) std::copy_n(reinterpret_cast<const char*>(&map), sizeof(map), static_cast<char*>(dst));
   return e;
 }
 

@@ -6,9 +6,11 @@
 // weights with TMA. Two consumer warpgroups multiply 64 rows each. The second starts a little later, so that one
 // computes its epilogue while the other uses the tensor core.
 //
-// Order of summation: each output is one chain over ascending k.
+// Order of summation (docs/contract.md): each output is one chain over ascending k.
 //
 // Launch: one persistent CTA of 384 threads per SM.
+//
+// Called by alignkit/ops/moe_experts/cuda.py. Tile and launch shape change no bits.
 #include "../ptx/exponential.cuh"
 #include "experts.cuh"
 
@@ -38,9 +40,9 @@ struct GateUp {
 __device__ __forceinline__ void gather(GatedShared& sh, const CUtensorMap* stacked, const GateUp& p) {
   constexpr int vectors = kStep / 8;  // 16-byte vectors per row and stage
   constexpr int rows_at_once = 128 / vectors, per_thread = kRows / rows_at_once;
-  int thread = threadIdx.x - 2 * 128, lane = thread % 32, column = thread % vectors * 8, at = thread / vectors;
+  int thread = threadIdx.x - 2 * 128, lane = thread % 32, column = thread % vectors * 8, thread_row = thread / vectors;
   // 128-byte rows, whose vectors are swizzled.
-  int to = at * kStep + (thread % vectors ^ at % 8) * 8;
+  int offset = thread_row * kStep + (thread % vectors ^ thread_row % 8) * 8;
   int stage = 0, phase = 0, pending = 0, signal_stage = 0;
   auto signal_full = [&] {
     fence_proxy_async();
@@ -50,12 +52,12 @@ __device__ __forceinline__ void gather(GatedShared& sh, const CUtensorMap* stack
   };
   Tile t;
   for (TileScheduler<> scheduler(sh.table, p.experts); scheduler.next(t);) {
-    const __nv_bfloat16* from[per_thread];
+    const __nv_bfloat16* src[per_thread];
     int pairs = t.end - t.row;
 #pragma unroll
     for (int i = 0; i < per_thread; ++i) {
-      int r = at + i * rows_at_once;
-      from[i] = p.x + (r < pairs ? p.row[t.row + r] : 0) * p.x_pitch + column;
+      int r = thread_row + i * rows_at_once;
+      src[i] = p.x + (r < pairs ? p.row[t.row + r] : 0) * p.x_pitch + column;
     }
     const CUtensorMap* map = p.weights.map(stacked, t.expert);
     int gate = p.weights.first_row(t.expert) + t.column * kFeatures;
@@ -69,8 +71,8 @@ __device__ __forceinline__ void gather(GatedShared& sh, const CUtensorMap* stack
       }
 #pragma unroll
       for (int i = 0; i < per_thread; ++i)
-        cp_async_zfill(sh.stage[stage].a + to + i * rows_at_once * kStep, from[i] + k,
-                       at + i * rows_at_once < pairs && k + column < p.k);
+        cp_async_zfill(sh.stage[stage].a + offset + i * rows_at_once * kStep, src[i] + k,
+                       thread_row + i * rows_at_once < pairs && k + column < p.k);
       cp_async_commit();
       if (pending < kLag) {
         ++pending;

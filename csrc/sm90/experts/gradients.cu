@@ -7,9 +7,11 @@
 // copies this operand too: the following rows belong to the next expert and must read as zero. Two consumer warpgroups
 // multiply 64 of n each.
 //
-// Order of summation: each output is one chain over the expert's rows, in their order.
+// Order of summation (docs/contract.md): each output is one chain over the expert's rows, in their order.
 //
 // Launch: one persistent CTA of 384 threads per SM.
+//
+// Called by alignkit/ops/moe_experts/cuda.py. Tile and launch shape change no bits.
 #include "experts.cuh"
 
 namespace alignkit {
@@ -48,16 +50,16 @@ __device__ __forceinline__ bool matrix_tile(const Gradients& p, int i, MatrixTil
 // Copy 64 rows of kWidth columns with cp.async; rows from `rows` on and columns from `columns` on become zero. Eight
 // threads share a row.
 template <int kWidth, int kPerThread>
-__device__ __forceinline__ void copy_rows(__nv_bfloat16* to, const Matrix& matrix, const int64_t (&row)[kPerThread],
-                                          int at, int rows, int column, int columns) {
+__device__ __forceinline__ void copy_rows(__nv_bfloat16* dst, const Matrix& matrix, const int64_t (&row)[kPerThread],
+                                          int first_row, int rows, int column, int columns) {
   constexpr int rows_at_once = kStep / kPerThread;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    const __nv_bfloat16* from = static_cast<const __nv_bfloat16*>(matrix.data) + row[i] * matrix.pitch + column;
-    bool valid = at + i * rows_at_once < rows;
+    const __nv_bfloat16* src = static_cast<const __nv_bfloat16*>(matrix.data) + row[i] * matrix.pitch + column;
+    bool valid = first_row + i * rows_at_once < rows;
 #pragma unroll
     for (int j = 0; j < kWidth; j += kStep)
-      cp_async_zfill(to + i * rows_at_once * kStep + j * kStep, from + j, valid && column + j < columns);
+      cp_async_zfill(dst + i * rows_at_once * kStep + j * kStep, src + j, valid && column + j < columns);
   }
 }
 
@@ -66,9 +68,9 @@ template <bool kGathersA>
 __device__ __forceinline__ void load_operands(GradientsShared& sh, const CUtensorMap* map, const Gradients& p) {
   constexpr int vectors = kStep / 8, rows_at_once = 128 / vectors, per_thread = kStep / rows_at_once;
   constexpr int gathered_width = kGathersA ? kRows : kColumns, ordered_width = kGathersA ? kColumns : kRows;
-  int thread = threadIdx.x - 2 * 128, lane = thread % 32, vector = thread % vectors * 8, at = thread / vectors;
+  int thread = threadIdx.x - 2 * 128, lane = thread % 32, vector = thread % vectors * 8, thread_row = thread / vectors;
   // 128-byte rows, whose vectors are swizzled.
-  int to = at * kStep + (thread % vectors ^ at % 8) * 8;
+  int offset = thread_row * kStep + (thread % vectors ^ thread_row % 8) * 8;
   int stage = 0, phase = 0, pending = 0, signal_stage = 0;
   auto signal_full = [&] {
     fence_proxy_async();
@@ -85,7 +87,7 @@ __device__ __forceinline__ void load_operands(GradientsShared& sh, const CUtenso
     auto prefetch_rows = [&](int begin) {
 #pragma unroll
       for (int i = 0; i < per_thread; ++i) {
-        int r = begin + at + i * rows_at_once;
+        int r = begin + thread_row + i * rows_at_once;
         next_row[i] = r >= rows ? 0 : p.row ? p.row[first + r] : first + r;
       }
     };
@@ -99,19 +101,20 @@ __device__ __forceinline__ void load_operands(GradientsShared& sh, const CUtenso
       mbarrier_wait(&sh.empty[stage], phase ^ 1);
       Stage& s = sh.stage[stage];
       __nv_bfloat16 *gathered = kGathersA ? s.a : s.b, *ordered = kGathersA ? s.b : s.a;
-      bool whole = rows - begin >= kStep;
+      bool complete = rows - begin >= kStep;
       if (thread == 0) {
-        mbarrier_expect_tx(&sh.full[stage], whole ? ordered_width * kStep * 2 : 0);
-        if (whole)
+        mbarrier_expect_tx(&sh.full[stage], complete ? ordered_width * kStep * 2 : 0);
+        if (complete)
           for (int j = 0; j < ordered_width; j += kStep)
             tma_load(ordered + j * kStep, map, ordered_column + j, first + begin, &sh.full[stage]);
       }
-      copy_rows<gathered_width>(gathered + to, p.gathered, row, at, rows - begin, gathered_column + vector,
+      copy_rows<gathered_width>(gathered + offset, p.gathered, row, thread_row, rows - begin, gathered_column + vector,
                                 gathered_columns);
-      if (!whole) {
+      if (!complete) {
 #pragma unroll
-        for (int i = 0; i < per_thread; ++i) row[i] = min(first + begin + at + i * rows_at_once, first + rows - 1);
-        copy_rows<ordered_width>(ordered + to, p.ordered, row, at, rows - begin, ordered_column + vector,
+        for (int i = 0; i < per_thread; ++i)
+          row[i] = min(first + begin + thread_row + i * rows_at_once, first + rows - 1);
+        copy_rows<ordered_width>(ordered + offset, p.ordered, row, thread_row, rows - begin, ordered_column + vector,
                                  ordered_columns);
       }
       cp_async_commit();

@@ -9,6 +9,8 @@
 // Order of summation: that of down.cu.
 //
 // Launch: two persistent CTAs of 160 threads per SM.
+//
+// Called by alignkit/ops/moe_experts/few.py. Tile and launch shape change no bits.
 #include <type_traits>
 
 #include "experts.cuh"
@@ -51,9 +53,9 @@ struct SkinnyConsumer {
 #pragma unroll 1
     for (int i = 0; i < slices; ++i) {
       if (slice == 0) mbarrier_wait(&sh.full[stage], phase);
-      int at = stage * kSize + slice * kDescriptorStep<false>;
+      int offset = stage * kSize + slice * kDescriptorStep<false>;
       warpgroup_arrive();
-      wgmma<false, false>(acc, weight + at, row + at, i > 0);
+      wgmma<false, false>(acc, weight + offset, row + offset, i > 0);
       warpgroup_commit();
       if (++slice == kSlices) {
         warpgroup_wait<0>();

@@ -1,10 +1,12 @@
 // GEMM a [m, k] . b [n, k]^T of bf16 matrices, fp32 accumulators, with an epilogue fused on the accumulator registers.
+// Used by head/; its tile shape, operands and launch helpers also by skinny*.cu and experts/.
 //
 // - Tile: a cluster of two CTAs computes 256 x 256 outputs, each CTA 128 of the rows.
 // - Warp specialization: one thread of a producer warpgroup issues TMA loads into a 4-stage pipeline. Each CTA loads
 //   half of b's tile and multicasts it to both. Two consumer warpgroups compute 64 rows by 256 columns each with wgmma.
 //   The second starts kStagger steps of k later, so that one runs its epilogue while the other uses the tensor core.
-// - Order of summation: each output is one chain over ascending k, in steps of 16, independent of the tile.
+// - Order of summation (docs/contract.md): each output is one chain over ascending k, in steps of 16. A chain may pause
+//   at multiples of 16 only. Tile, stages and launch shape change no bits.
 // - Launch: persistent clusters, at most as many as the device holds at once; 384 threads per CTA; PDL.
 #pragma once
 #include <algorithm>
@@ -158,8 +160,8 @@ constexpr int kQuads = 32;  // hardware: float4s in the 128 accumulators of an m
 
 __device__ __forceinline__ float4 quad_of(const float (&sums)[128], const Coords& p, int i) {
   bool odd = p.lane & 1;
-  int at = i % 16 * 8 + i / 16 * 2;
-  float a = sums[at], b = sums[at + 1], c = sums[at + 4], d = sums[at + 5];
+  int first = i % 16 * 8 + i / 16 * 2;
+  float a = sums[first], b = sums[first + 1], c = sums[first + 4], d = sums[first + 5];
   float x = __shfl_xor_sync(~0u, odd ? a : c, 1), y = __shfl_xor_sync(~0u, odd ? b : d, 1);
   return odd ? make_float4(x, y, c, d) : make_float4(a, b, x, y);
 }
@@ -167,13 +169,13 @@ __device__ __forceinline__ float4 quad_of(const float (&sums)[128], const Coords
 // The inverse of quad_of: write quad i back to the accumulators.
 __device__ __forceinline__ void set_quad(float (&sums)[128], const Coords& p, int i, float4 v) {
   bool odd = p.lane & 1;
-  int at = i % 16 * 8 + i / 16 * 2;
+  int first = i % 16 * 8 + i / 16 * 2;
   float a = v.x, b = v.y, c = v.z, d = v.w;
   float x = __shfl_xor_sync(~0u, odd ? a : c, 1), y = __shfl_xor_sync(~0u, odd ? b : d, 1);
-  sums[at] = odd ? x : a;
-  sums[at + 1] = odd ? y : b;
-  sums[at + 4] = odd ? c : x;
-  sums[at + 5] = odd ? d : y;
+  sums[first] = odd ? x : a;
+  sums[first + 1] = odd ? y : b;
+  sums[first + 4] = odd ? c : x;
+  sums[first + 5] = odd ? d : y;
 }
 
 // Round a thread's accumulators of 2 kCount columns to bf16 and store them to out [m, width]; width and pitch (elements
@@ -190,8 +192,8 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kCount], const Co
       uint32_t w[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        int at = 16 * i + 4 * j + 2 * h;
-        __nv_bfloat162 pair = __floats2bfloat162_rn(sums[at], sums[at + 1]);
+        int first = 16 * i + 4 * j + 2 * h;
+        __nv_bfloat162 pair = __floats2bfloat162_rn(sums[first], sums[first + 1]);
         w[j] = *reinterpret_cast<uint32_t*>(&pair);
       }
       uint32_t x = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), y = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
@@ -320,7 +322,8 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, const Matrix& matrix, Layou
   bool plain = layout == Layout::kPlain;
   cuuint64_t size[2] = {static_cast<cuuint64_t>(plain ? k : rows), static_cast<cuuint64_t>(plain ? rows : k)};
   cuuint64_t stride[1] = {static_cast<cuuint64_t>(matrix.pitch) * 2};
-  cuuint32_t across = kStep, down = box_rows, box[2] = {plain ? across : down, plain ? down : across}, one[2] = {1, 1};
+  cuuint32_t box_k = kStep, box_mn = box_rows, one[2] = {1, 1};
+  cuuint32_t box[2] = {plain ? box_k : box_mn, plain ? box_mn : box_k};
   CUresult result = tensor_map_encoder()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix.data), size,
                                          stride, box, one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

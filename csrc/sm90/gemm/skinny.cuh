@@ -1,5 +1,5 @@
 // Common parts of the skinny GEMMs (small m) in skinny_wide.cu and skinny_split_k.cu. The operands are swapped:
-// rows of the weight b are wgmma's M, 128 per CTA, and rows of a are its N.
+// rows of the weight b are wgmma's M, 128 per CTA, and rows of a are its N. Widths and depths change no bits.
 #pragma once
 #include "gemm.cuh"
 

@@ -5,8 +5,11 @@
 // - Warp specialization: one producer warp issues TMA loads into a deep pipeline. Each consumer warp multiplies by
 //   eight rows of a, and loads the fragments of the next eight k16 steps with ldmatrix while it multiplies the current
 //   ones.
-// - Order of summation: each output is one chain over ascending k, in steps of 16; then the bias; then one rounding.
+// - Order of summation (docs/contract.md): each output is one chain over ascending k, in steps of 16; then the bias;
+//   then one rounding.
 // - Launch: one CTA per 16 outputs, with 1, 2 or 4 consumer warps for m <= 8, 16 or 32; PDL.
+//
+// Called by alignkit/ops/linear/cuda.py. Tile and launch shape change no bits.
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
 #include "gemm.cuh"

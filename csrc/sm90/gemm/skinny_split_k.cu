@@ -6,11 +6,13 @@
 // - part_gemm, larger m: a CTA computes a part, that is some of the leaves, of a tile and writes the part's sum to
 //   global memory; reduce_parts adds the parts. The two CTAs of a cluster share one operand by multicast.
 // - Warp specialization: one producer thread issues TMA loads, two consumer warpgroups per CTA; operands are swapped.
-// - Order of summation: each leaf is a chain over ascending k, in steps of 16; leaves are added by the balanced tree;
-//   then the bias; then one rounding.
+// - Order of summation (docs/contract.md): each leaf is a chain over ascending k, in steps of 16; leaves are added by
+//   the balanced tree; then the bias; then one rounding.
 // - Launch: quarter_gemm one cluster per 64 outputs; part_gemm persistent clusters; 384 threads per CTA; PDL.
 //
 // The tensor maps split k into (leaf, k within the leaf), so the TMA pads a leaf that is no multiple of 64 with zeros.
+//
+// Called by alignkit/ops/linear/cuda.py. Tile and launch shape change no bits.
 #include "skinny.cuh"
 
 namespace alignkit {
@@ -50,9 +52,9 @@ __device__ __forceinline__ void add(const float (&left)[kCount], float (&sums)[k
 }
 
 template <int kCount>
-__device__ __forceinline__ void copy(float (&to)[kCount], const float (&sums)[kCount]) {
+__device__ __forceinline__ void copy(float (&dst)[kCount], const float (&sums)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) to[i] = sums[i];
+  for (int i = 0; i < kCount; ++i) dst[i] = sums[i];
 }
 
 // Sum 1, 2 or 4 leaves by the balanced tree; each next(sums) computes the next leaf.
@@ -274,11 +276,11 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
       int output, row;
       place(task, output, row);
       Coords p(static_cast<int>(pitch), output + group * kGroupRows, row);
-      float* to = out + task % parts * (m * pitch) + p.row;
+      float* dst = out + task % parts * (m * pitch) + p.row;
 #pragma unroll
       for (int i = 0; i < kWidth / 2; ++i) {
         int h = i / 2 % 2, r = p.column + i / 4 * 8 + i % 2;
-        if (r < m) to[r * pitch + 8 * h] = sums[i];
+        if (r < m) dst[r * pitch + 8 * h] = sums[i];
       }
     }
   }
@@ -301,10 +303,10 @@ __global__ void __launch_bounds__(kReduceThreads)
   griddep_launch_dependents();
   int column = 4 * (blockIdx.x * kReduceThreads + threadIdx.x), row = blockIdx.y;
   if (column >= target.n) return;
-  const float* from = parts + row * pitch + column;
+  const float* src = parts + row * pitch + column;
   float4 v[kParts];
 #pragma unroll
-  for (int i = 0; i < kParts; ++i) v[i] = *reinterpret_cast<const float4*>(from + i * (target.m * pitch));
+  for (int i = 0; i < kParts; ++i) v[i] = *reinterpret_cast<const float4*>(src + i * (target.m * pitch));
 #pragma unroll
   for (int width = 1; width < kParts; width *= 2)
 #pragma unroll
@@ -318,13 +320,13 @@ __global__ void __launch_bounds__(kReduceThreads)
   Vec4<Out> result;
 #pragma unroll
   for (int i = 0; i < 4; ++i) result.v[i] = static_cast<Out>(sums[i] + target.bias_of(column + i));
-  Out* to = target.out + row * target.pitch + column;
+  Out* dst = target.out + row * target.pitch + column;
   if (target.vectorized) {
-    *reinterpret_cast<Vec4<Out>*>(to) = result;
+    *reinterpret_cast<Vec4<Out>*>(dst) = result;
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (column + i < target.n) to[i] = result.v[i];
+      if (column + i < target.n) dst[i] = result.v[i];
   }
 }
 
@@ -406,10 +408,10 @@ extern "C" int alignkit_few_tree(const void* a, int64_t a_pitch, const void* b, 
                (leaves == parts || leaves == 2 * parts || leaves == 4 * parts);
   if (m > 65535 || k % (leaves * 16) || !(quarters || split)) return cudaErrorInvalidValue;
   Matrix left{a, a_pitch}, right{b, b_pitch};
-  auto run = [&](auto* to) {
-    using Out = std::remove_pointer_t<decltype(to)>;
-    bool vectorized = (n | out_pitch) % 4 == 0 && reinterpret_cast<uintptr_t>(to) % sizeof(Vec4<Out>) == 0;
-    Target<Out> target{static_cast<const __nv_bfloat16*>(bias), to, out_pitch, m, n, vectorized};
+  auto run = [&](auto* dst) {
+    using Out = std::remove_pointer_t<decltype(dst)>;
+    bool vectorized = (n | out_pitch) % 4 == 0 && reinterpret_cast<uintptr_t>(dst) % sizeof(Vec4<Out>) == 0;
+    Target<Out> target{static_cast<const __nv_bfloat16*>(bias), dst, out_pitch, m, n, vectorized};
     return launch_tree(left, right, k, leaves, parts, width, multicast_b ? Multicast::kB : Multicast::kA, sums,
                        sums_pitch, target, stream);
   };

@@ -4,8 +4,10 @@
 // - Tile: operands are swapped; a CTA computes 128 outputs (of n, wgmma's M) by all rows of a (wgmma's N).
 // - Warp specialization: one thread of a producer warpgroup issues TMA loads into a deep pipeline, across tiles. Two
 //   consumer warpgroups compute 64 outputs each.
-// - Order of summation: each output is one chain over ascending k, in steps of 16.
+// - Order of summation (docs/contract.md): each output is one chain over ascending k, in steps of 16.
 // - Launch: one persistent CTA per SM, 384 threads; PDL.
+//
+// Called by alignkit/ops/linear/cuda.py. Tile and launch shape change no bits.
 #include "skinny.cuh"
 
 namespace alignkit {

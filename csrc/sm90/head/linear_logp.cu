@@ -3,8 +3,8 @@
 // to memory only if `products` is given.
 //
 // - Tile, warp specialization, launch shape: gemm/gemm.cuh; rows are tokens, columns are vocabulary ids.
-// - Order of summation: each logit is one chain over k. The statistics are a maximum and integer sums, so their order
-//   does not matter.
+// - Order of summation (docs/contract.md): each logit is one chain over k. The statistics are a maximum and integer
+//   sums, so their order does not matter.
 #include <cmath>
 #include <type_traits>
 
@@ -40,16 +40,17 @@ struct Transform {
 };
 
 // Transform x to a logit; `capped` is the value after soft-capping.
-__device__ __forceinline__ float logit(float x, const Transform& how, float bias, float temperature, float& capped) {
-  if (how.bias) x = x + bias;
-  if (how.capped) {
-    x = __fdiv_rn(x, how.cap);
+__device__ __forceinline__ float logit(float x, const Transform& transform, float bias, float temperature,
+                                       float& capped) {
+  if (transform.bias) x = x + bias;
+  if (transform.capped) {
+    x = __fdiv_rn(x, transform.cap);
     if (fabsf(x) < 0x1p-126f) x = 0.0f;  // Triton's tanh flushes denormals: give the same bits
-    x = tanhf(x) * how.cap;
+    x = tanhf(x) * transform.cap;
   }
   capped = x;
-  if (how.scaled) x = x * how.scale;
-  if (how.temperature) x = __fdiv_rn(x, temperature);
+  if (transform.scaled) x = x * transform.scale;
+  if (transform.temperature) x = __fdiv_rn(x, temperature);
   return x;
 }
 
@@ -57,7 +58,7 @@ __device__ __forceinline__ float logit(float x, const Transform& how, float bias
 // rint(2^23 e (m - z)), where e = exp(z - m); and the target's logit.
 template <bool kEntropy, bool kPlain>
 struct Statistics : FromZero {
-  Transform how;
+  Transform transform;
   const int64_t* target;  // [rows] global ids, or null
   int64_t first;          // the global id of column 0
   float* m;               // [rows, tiles]
@@ -78,12 +79,12 @@ struct Statistics : FromZero {
       float t[2] = {1.0f, 1.0f};
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        if (how.temperature && p.valid[h]) t[h] = how.temperature[p.row + 8 * h];
+        if (transform.temperature && p.valid[h]) t[h] = transform.temperature[p.row + 8 * h];
 #pragma unroll
       for (int i = 0; i < 128; ++i) {
         int id = p.column + i / 4 * 8 + i % 2;
-        float bias = how.bias && id < s.n ? how.bias[id] : 0.0f, capped;
-        z[i] = logit(z[i], how, bias, t[i / 2 % 2], capped);
+        float bias = transform.bias && id < s.n ? transform.bias[id] : 0.0f, capped;
+        z[i] = logit(z[i], transform, bias, t[i / 2 % 2], capped);
       }
     }
     if (first_id + kColumns > s.n) {
@@ -94,10 +95,10 @@ struct Statistics : FromZero {
     if (target) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        int64_t at = (p.valid[h] ? target[p.row + 8 * h] : -1) - first - first_id;
-        bool owned = at >= 0 && at < kColumns && first_id + at < s.n && (at % 8) / 2 == p.lane % 4;
+        int64_t column = (p.valid[h] ? target[p.row + 8 * h] : -1) - first - first_id;
+        bool owned = column >= 0 && column < kColumns && first_id + column < s.n && (column % 8) / 2 == p.lane % 4;
         if (!__any_sync(~0u, owned)) continue;
-        int index = owned ? static_cast<int>(at / 8) * 4 + static_cast<int>(at % 2) + 2 * h : -1;
+        int index = owned ? static_cast<int>(column / 8) * 4 + static_cast<int>(column % 2) + 2 * h : -1;
         float value = 0.0f;
 #pragma unroll
         for (int i = 0; i < 128; ++i) value = i == index ? z[i] : value;
@@ -167,13 +168,13 @@ struct Statistics : FromZero {
       if (i % 16 / 8 != kHalf) continue;
       float4 quad = quad_of(z, p, i);
       int id = p.quad + i % 16 * 16;
-      float* to = products + (p.row + i / 16 * 8) * products_pitch + id;
+      float* dst = products + (p.row + i / 16 * 8) * products_pitch + id;
       if (p.valid[i / 16] && id + 3 < s.n) {
-        *reinterpret_cast<float4*>(to) = quad;
+        *reinterpret_cast<float4*>(dst) = quad;
       } else if (p.valid[i / 16] && id < s.n) {
-        to[0] = quad.x;
-        if (id + 1 < s.n) to[1] = quad.y;
-        if (id + 2 < s.n) to[2] = quad.z;
+        dst[0] = quad.x;
+        if (id + 1 < s.n) dst[1] = quad.y;
+        if (id + 2 < s.n) dst[2] = quad.z;
       }
     }
   }
@@ -188,7 +189,7 @@ struct Statistics : FromZero {
 // Epilogue of the backward pass: the gradient of the GEMM's output, in bf16, from those of logp and (kEntropy) entropy.
 template <bool kEntropy, bool kPlain>
 struct Gradient : FromZero {
-  Transform how;
+  Transform transform;
   const int64_t* target;                            // [rows] global ids
   int64_t first;                                    // the global id of column 0
   const float *lse, *entropy, *g_logp, *g_entropy;  // [rows]; entropy and g_entropy may be null
@@ -212,7 +213,7 @@ struct Gradient : FromZero {
       state.g[h] = g_logp[row];
       state.entropy[h] = kEntropy ? entropy[row] : 0.0f;
       state.g_entropy[h] = kEntropy ? g_entropy[row] : 0.0f;
-      state.temperature[h] = !kPlain && how.temperature ? how.temperature[row] : 1.0f;
+      state.temperature[h] = !kPlain && transform.temperature ? transform.temperature[row] : 1.0f;
     }
     return state;
   }
@@ -220,45 +221,45 @@ struct Gradient : FromZero {
   __device__ __forceinline__ void run(const Shape& s, float (&z)[128], int group_row, int first_id,
                                       const State& state) const {
     Coords p(s.m, group_row, first_id);
-    int at[2];  // the target's column; -1: not in this shard; -2: the row is not valid or its target is negative
+    int target_column[2];  // -1: the target is not in this shard; -2: the row is not valid or its target is negative
     bool owned = false, edge = first_id + kColumns > s.n;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int64_t id = p.valid[h] ? state.target[h] : -1;
-      at[h] = id < 0 ? -2 : id >= first && id < first + s.n ? static_cast<int>(id - first) : -1;
-      owned |= at[h] >= first_id && at[h] < first_id + kColumns;
-      edge |= at[h] == -2;
+      target_column[h] = id < 0 ? -2 : id >= first && id < first + s.n ? static_cast<int>(id - first) : -1;
+      owned |= target_column[h] >= first_id && target_column[h] < first_id + kColumns;
+      edge |= target_column[h] == -2;
     }
     owned = __any_sync(~0u, owned);
     edge = __any_sync(~0u, edge);
     if (!kPlain || owned || edge)
-      differentiate<true>(s, z, p, state, at);
+      differentiate<true>(s, z, p, state, target_column);
     else
-      differentiate<false>(s, z, p, state, at);
+      differentiate<false>(s, z, p, state, target_column);
     store_rows(z, p, dz, width, width, first_id);
   }
 
   // z <- the gradient. kSpecial: the warp's tile has a target, a row that is not valid or a column past the last id.
   template <bool kSpecial>
   __device__ __forceinline__ void differentiate(const Shape& s, float (&z)[128], const Coords& p, const State& state,
-                                                const int (&at)[2]) const {
+                                                const int (&target_column)[2]) const {
 #pragma unroll
     for (int i = 0; i < 128; ++i) {
       int h = i / 2 % 2, id = p.column + i / 4 * 8 + i % 2;
       float capped;
       if (!kPlain) {
-        float bias = how.bias && id < s.n ? how.bias[id] : 0.0f;
-        z[i] = logit(z[i], how, bias, state.temperature[h], capped);
+        float bias = transform.bias && id < s.n ? transform.bias[id] : 0.0f;
+        z[i] = logit(z[i], transform, bias, state.temperature[h], capped);
       }
       float d = gradient(z[i] - state.lse[h], state.g[h], state.g_entropy[h], state.entropy[h]);
-      if (kSpecial && id == at[h]) d = d + state.g[h];
-      if (!kPlain && how.temperature) d = __fdiv_rn(d, state.temperature[h]);
-      if (!kPlain && how.scaled) d = d * how.scale;
-      if (!kPlain && how.capped) {
-        float c = __fdiv_rn(capped, how.cap);
+      if (kSpecial && id == target_column[h]) d = d + state.g[h];
+      if (!kPlain && transform.temperature) d = __fdiv_rn(d, state.temperature[h]);
+      if (!kPlain && transform.scaled) d = d * transform.scale;
+      if (!kPlain && transform.capped) {
+        float c = __fdiv_rn(capped, transform.cap);
         d = d * (1.0f - c * c);
       }
-      z[i] = kSpecial && (at[h] == -2 || id >= s.n) ? 0.0f : d;
+      z[i] = kSpecial && (target_column[h] == -2 || id >= s.n) ? 0.0f : d;
     }
   }
 
@@ -326,9 +327,10 @@ cudaError_t dispatch(bool entropy, bool plain, const Run& run) {
 // null.
 extern "C" int alignkit_head_statistics(const AlignkitHead* h, float* m, int* q, int* u, int64_t pitch, float* z_target,
                                         float* products, int64_t products_pitch, cudaStream_t stream) {
-  Transform how = make_transform(*h);
-  return dispatch(u != nullptr, how.none(), [&](auto entropy, auto plain) {
-    Statistics<entropy, plain> e{{}, how, h->target, h->first, m, q, u, pitch, z_target, products, products_pitch};
+  Transform transform = make_transform(*h);
+  return dispatch(u != nullptr, transform.none(), [&](auto entropy, auto plain) {
+    Statistics<entropy, plain> e{{}, transform, h->target, h->first, m, q, u, pitch, z_target, products,
+                                 products_pitch};
     return launch_head(*h, e, stream);
   });
 }
@@ -338,13 +340,13 @@ extern "C" int alignkit_head_statistics(const AlignkitHead* h, float* m, int* q,
 extern "C" int alignkit_head_gradient(const AlignkitHead* h, const float* lse, const float* entropy,
                                       const float* g_logp, const float* g_entropy, void* dz, int64_t width,
                                       cudaStream_t stream) {
-  Transform how = make_transform(*h);
-  return dispatch(entropy != nullptr, how.none(), [&](auto with_entropy, auto plain) {
-    Gradient<with_entropy, plain> e{{},      how,    h->target, h->first, lse,
-                                    entropy, g_logp, g_entropy, static_cast<__nv_bfloat16*>(dz), width};
+  Transform transform = make_transform(*h);
+  return dispatch(entropy != nullptr, transform.none(), [&](auto with_entropy, auto plain) {
+    Gradient<with_entropy, plain> e{{},      transform, h->target, h->first, lse,
+                                    entropy, g_logp,    g_entropy, static_cast<__nv_bfloat16*>(dz), width};
     return launch_head(*h, e, stream);
   });
 }
 
-// The message of a cudaError_t.
+// The message of a cudaError_t; alignkit/runtime/cuda.py calls it for the kernels of all files.
 extern "C" const char* alignkit_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

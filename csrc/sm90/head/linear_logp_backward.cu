@@ -2,8 +2,9 @@
 // Only the device knows the number of valid rows.
 //
 // - Tile, warp specialization, launch shape: gemm/gemm.cuh; weight, dz^T and hidden are MN-major (kTransposed).
-// - Order of summation: each output is one chain, over ids for dhidden and over rows for dweight. The chain starts from
-//   zero or from the output; the result is stored in fp32, rounded to bf16, or added in fp32 to the output.
+// - Order of summation (docs/contract.md): each output is one chain, over ids for dhidden and over rows for dweight.
+//   The chain starts from zero or from the output; the result is stored in fp32, rounded to bf16, or added in fp32 to
+//   the output.
 // - Overlap: dweight starts on clusters that are idle in dhidden's last wave (Order::kOverlap).
 #include "../../interface.h"
 #include "../gemm/gemm.cuh"

@@ -1,4 +1,5 @@
 // Thread block clusters: CTA rank, barrier.cluster, and stores to another CTA's shared memory (mapa, st.async).
+// No stand-in in tests/ops/cuda_on_cpu: the kernels that the CPU tests run do not include this file.
 #pragma once
 #include "shared_address.cuh"
 

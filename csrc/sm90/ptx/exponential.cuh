@@ -1,4 +1,6 @@
-// ex2.approx.ftz, and the exponential of the sm90 contract: exp(x) = ex2(x * log2 e), the product rounded to fp32.
+// ex2.approx.ftz, and the exponential of the sm90 contract: exp(x) = ex2(x * log2 e), the product rounded to fp32
+// (docs/contract.md).
+// In CPU tests tests/ops/cuda_on_cpu/ptx/exponential.cuh stands in for this file: names and signatures must match.
 #pragma once
 
 namespace alignkit {

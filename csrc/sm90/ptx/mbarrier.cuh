@@ -2,6 +2,7 @@
 //
 // A phase of an mbarrier completes once all expected arrivals and all announced transaction bytes have come. A waiting
 // thread passes the parity of the phase it waits for.
+// In CPU tests tests/ops/cuda_on_cpu/ptx/mbarrier.cuh stands in for this file: names and signatures must match.
 #pragma once
 #include "shared_address.cuh"
 
@@ -55,9 +56,9 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint64_t* mbar, int parity) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* mbar, int rank) {
   asm volatile(
       "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}\n" ::"r"(shared_address(mbar)),
       "r"(rank)
       : "memory");

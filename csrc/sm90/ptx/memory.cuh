@@ -1,4 +1,5 @@
 // Global loads and stores cached in L2 only (.cg), and compiler barriers.
+// In CPU tests tests/ops/cuda_on_cpu/ptx/memory.cuh stands in for this file: names and signatures must match.
 #pragma once
 
 namespace alignkit {

@@ -1,4 +1,5 @@
 // mma.sync: warp-level matrix multiply-accumulate with operands in registers.
+// No stand-in in tests/ops/cuda_on_cpu: the kernels that the CPU tests run do not include this file.
 #pragma once
 #include <cstdint>
 

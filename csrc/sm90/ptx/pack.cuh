@@ -1,4 +1,5 @@
 // Packed conversion between two fp32 values and two 16-bit values (bf16 or fp16) in one register.
+// In CPU tests tests/ops/cuda_on_cpu/ptx/pack.cuh stands in for this file: names and signatures must match.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

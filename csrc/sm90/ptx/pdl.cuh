@@ -1,4 +1,5 @@
 // Programmatic dependent launch (PDL): a kernel may start before its predecessor in the stream has ended.
+// In CPU tests tests/ops/cuda_on_cpu/ptx/pdl.cuh stands in for this file: names and signatures must match.
 #pragma once
 #include <cuda_runtime.h>
 

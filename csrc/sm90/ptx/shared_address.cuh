@@ -1,4 +1,5 @@
 // 32-bit shared-memory addresses for PTX instructions.
+// In CPU tests tests/ops/cuda_on_cpu/ptx/shared_address.cuh stands in for this file: names and signatures must match.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -1,4 +1,5 @@
 // Values that the compiler must not keep in registers or precompute, for kernels short of registers.
+// In CPU tests tests/ops/cuda_on_cpu/ptx/thread.cuh stands in for this file: names and signatures must match.
 #pragma once
 #include <cuda_runtime.h>
 

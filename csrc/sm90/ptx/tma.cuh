@@ -1,4 +1,5 @@
 // Asynchronous copies: cp.async (16 bytes per thread) and the TMA (cp.async.bulk, tensor maps, multicast).
+// In CPU tests tests/ops/cuda_on_cpu/ptx/tma.cuh stands in for this file: names and signatures must match.
 #pragma once
 #include <cuda.h>
 

@@ -1,4 +1,5 @@
 // wgmma: asynchronous warpgroup matrix multiply-accumulate, bf16 and fp16 with fp32 accumulators; and setmaxnreg.
+// In CPU tests tests/ops/cuda_on_cpu/ptx/wgmma.cuh stands in for this file: names and signatures must match.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

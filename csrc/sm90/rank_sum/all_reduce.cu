@@ -1,7 +1,8 @@
 // All-reduce (or reduce-scatter) of fp32 values over tensor-parallel ranks through symmetric memory, plus a bias in
 // fp32, rounded. One kernel per rank and call; it may be captured in a CUDA graph.
+// Called by alignkit/dist/symmetric.py, which mirrors kHeadBytes, kMaxBlocks, kMaxOneBarrier and Form.
 //
-// - Order of summation: the balanced tree of rank order; then the bias; then one rounding.
+// - Order of summation (docs/contract.md): the balanced tree of rank order; then the bias; then one rounding.
 // - Launch: up to 64 CTAs of 512 threads, the same grid on all ranks, because CTA b synchronizes only with CTA b of the
 //   other ranks.
 //
@@ -27,7 +28,8 @@
 // The other ranks read the inputs that a sum overwrites in a kernel before the last sum's. They had left that kernel
 // before the last sum's barrier.
 //
-// Errors stop the device, and so the process, with a message, instead of a hang or a wrong sum:
+// Errors stop the device, and so the process, with a message (tests/ops/test_tp_faults_cuda.py reads it), instead of a
+// hang or a wrong sum:
 //
 // - A rank does not come: the wait times out.
 // - Ranks add different things: a digest of the sum travels with the number.
@@ -92,15 +94,15 @@ struct Ranks {
 
 // Loads from other ranks' memory are relaxed.sys: no cache but that of the memory's own device may hold the data.
 
-__device__ __forceinline__ void load(float4& to, const float4* p) {
+__device__ __forceinline__ void load(float4& value, const float4* p) {
   asm volatile("ld.relaxed.sys.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(to.x), "=f"(to.y), "=f"(to.z), "=f"(to.w)
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
                : "l"(p)
                : "memory");
 }
 
-__device__ __forceinline__ void load(uint2& to, const uint2* p) {
-  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "l"(p) : "memory");
+__device__ __forceinline__ void load(uint2& value, const uint2* p) {
+  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(p) : "memory");
 }
 
 // Delay all CTAs but CTA 0 before a trap, so that one of them prints the message.
@@ -270,9 +272,9 @@ __global__ void __launch_bounds__(kThreads)
       for (int step = 1; step < kRanks; step *= 2)
 #pragma unroll
         for (int r = 0; r < kRanks; r += 2 * step) parts[a][r] = parts[a][r] + parts[a][r + step];
-      float4 whole = parts[a][0];
-      bias.add(whole, 4 * i);
-      Quad quad = Rounded<Out>::round(whole);
+      float4 total = parts[a][0];
+      bias.add(total, 4 * i);
+      Quad quad = Rounded<Out>::round(total);
       if (form == Form::kSlice) {
         store(y, count / kRanks, i - begin, quad);
       } else {

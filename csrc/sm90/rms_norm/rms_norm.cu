@@ -2,12 +2,16 @@
 //
 // - Tile: a thread processes four 16-byte vectors of each tensor per step, from one row or from up to four rows. A team
 //   of 8 to 32 lanes, or all warps of a CTA, shares the rows of a step.
-// - Order of summation over a row: the balanced tree, neighbors first. Lane, vector and warp are the bits of a vector's
-//   position in its row, lowest first, so the tree goes over the elements of a vector, then lanes, vectors and warps.
+// - Order of summation over a row (docs/contract.md): the balanced tree, neighbors first. Lane, vector and warp are the
+//   bits of a vector's position in its row, lowest first, so the tree goes over the elements of a vector, then lanes,
+//   vectors and warps.
 // - Order of summation of dweight: chains of 16 rows, added by the balanced tree in row order.
 // - Launch, forward: one CTA per row.
 // - Launch, backward: a team computes a run of 1, 2, 4 or 8 chains, with a two-step cp.async ring per thread. A CTA is
 //   one team of warps or several teams of lanes. rms_norm_dweight, launched with PDL, adds the sums of runs.
+//
+// Teams, runs and launch shape change no bits. tests/ops/test_rms_norm_on_cpu.py finds the declaration of `shared` and
+// the two <<<...>>> launches by their text.
 #include <algorithm>
 #include <cstdlib>
 
@@ -174,11 +178,11 @@ __global__ void __launch_bounds__(kMaxColumns / (kVectors * kColumns), 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int column = warp * (kVectors * kWarpColumns) + lane * kColumns;
   // `row < rows` always holds; without these checks the compiler moves the weight's loads before the squares.
-  const bf16* from = row_of(p.x, heads, row < rows ? row : 0) + column;
+  const bf16* src = row_of(p.x, heads, row < rows ? row : 0) + column;
   uint4 x[kVectors], weight[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v)
-    x[v] = row < rows && column + v * kWarpColumns < p.h ? *reinterpret_cast<const uint4*>(from + v * kWarpColumns)
+    x[v] = row < rows && column + v * kWarpColumns < p.h ? *reinterpret_cast<const uint4*>(src + v * kWarpColumns)
                                                          : make_uint4(0, 0, 0, 0);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v)
@@ -260,7 +264,7 @@ struct Narrow {
 
   uint32_t first, id;  // index in the CTA of the warp's first team, and of this team
   int column;          // first column of the thread's first vector
-  int held;            // row of the step whose sum `sum` returns in this lane
+  int held_row;            // row of the step whose sum `sum` returns in this lane
 
   static int threads(int) { return kNarrowThreads; }
 
@@ -268,7 +272,7 @@ struct Narrow {
     first = threadIdx.x / 32 * (32 / kLanes);
     id = first + threadIdx.x % 32 / kLanes;
     column = threadIdx.x % kLanes * kColumns;
-    held = (threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2) / kPerRow;
+    held_row = (threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2) / kPerRow;
   }
 
   __device__ __forceinline__ void begin(float*) const {}
@@ -294,7 +298,7 @@ struct Wide {
   static constexpr int kPerLane = kMaxWarps / kSumLanes;  // warp sums per such lane; warps > kPerLane / 2
 
   uint32_t first, id;
-  int column, held, warp, warps;
+  int column, held_row, warp, warps;
 
   static int threads(int h) { return (h + kPerRow * kWarpColumns - 1) / (kPerRow * kWarpColumns) * 32; }
 
@@ -303,7 +307,7 @@ struct Wide {
     warps = blockDim.x / 32;
     warp = threadIdx.x / 32;
     column = warp * (kPerRow * kWarpColumns) + threadIdx.x % 32 * kColumns;
-    held = threadIdx.x % 32 / kSumLanes;
+    held_row = threadIdx.x % 32 / kSumLanes;
   }
 
   // Zero the sums of absent warps. Requires a __syncthreads before they are read.
@@ -327,7 +331,7 @@ struct Wide {
     __syncthreads();
     float v[kPerLane];
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) v[i] = lines[held * kMaxWarps + lane % kSumLanes * kPerLane + i];
+    for (int i = 0; i < kPerLane; ++i) v[i] = lines[held_row * kMaxWarps + lane % kSumLanes * kPerLane + i];
 #pragma unroll
     for (int distance = 1; distance < kPerLane; distance *= 2)
 #pragma unroll
@@ -433,7 +437,7 @@ __global__ void __maxnreg__(kRegisters)
       if (kInRegisters) copy(stage, n + OwnRing::kDepth);
       float held_rstd = rstd[0];
 #pragma unroll
-      for (int i = 1; i < Team::kRows; ++i) held_rstd = team.held == i ? rstd[i] : held_rstd;
+      for (int i = 1; i < Team::kRows; ++i) held_rstd = team.held_row == i ? rstd[i] : held_rstd;
       float sum = team.sum(products, warp_sums, buffer);
       float c = __fdiv_rn(sum, static_cast<float>(p.h)) * held_rstd * held_rstd;
       if (kInRegisters) {  // do the same as discard_unpacked for the staged rows
@@ -502,9 +506,9 @@ __global__ void __maxnreg__(kRegisters)
       for (int l = 0; l < kLevels; ++l)
         if (l < segment.level) dw[i][j] = pending[l][i][j] + dw[i][j];
     }
-    float4* at = reinterpret_cast<float4*>(plan.run_sums + int64_t{segment.run + block_run + team.id} * p.h + column);
-    __stcg(at, make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]));
-    __stcg(at + 1, make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]));
+    float4* dst = reinterpret_cast<float4*>(plan.run_sums + int64_t{segment.run + block_run + team.id} * p.h + column);
+    __stcg(dst, make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]));
+    __stcg(dst + 1, make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]));
   }
 }
 
@@ -564,14 +568,14 @@ __global__ void __launch_bounds__(kDweightWarps * 32, 3)
     uint32_t chain = (blockIdx.y * kDweightWarps * batches + batch) * 16;
     const Segment segment = plan.find<&Segment::chain>(chain);
     const uint32_t run_mask = (1u << segment.level) - 1;
-    const float4* at = reinterpret_cast<const float4*>(
+    const float4* src = reinterpret_cast<const float4*>(
         plan.run_sums + int64_t{segment.run + ((chain - segment.chain) >> segment.level)} * h + column);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       v[i] = float4();
       if (!(i & run_mask) && chain + i < plan.chains && column < h) {
-        v[i] = __ldcg(at);
-        at += h / 4;
+        v[i] = __ldcg(src);
+        src += h / 4;
       }
     }
   };
@@ -599,8 +603,8 @@ __global__ void __launch_bounds__(kDweightWarps * 32, 3)
   }
   if (threadIdx.x >= 32 || column >= h) return;
   if (rounded) {
-    bf16* to = static_cast<bf16*>(dweight) + column;
-    to[0] = sum.x, to[1] = sum.y, to[2] = sum.z, to[3] = sum.w;
+    bf16* dst = static_cast<bf16*>(dweight) + column;
+    dst[0] = sum.x, dst[1] = sum.y, dst[2] = sum.z, dst[3] = sum.w;
   } else {
     *reinterpret_cast<float4*>(static_cast<float*>(dweight) + column) = sum;
   }

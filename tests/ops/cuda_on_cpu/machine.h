@@ -1,8 +1,13 @@
 // SM emulator for tests: it runs the .cu files of csrc/sm90 on a CPU. The threads of a CTA are fibers, scheduled
 // round-robin; CTAs run one after another. Plain code stands in for shuffles, barriers, tensor core and TMA.
 //
+// test_attention_on_cpu.py and test_rms_norm_on_cpu.py copy this folder over csrc/sm90, so that ptx/ replaces its
+// headers. This file has the CUDA names that these kernels use, with CUDA's signatures. Clusters and __half are left
+// out.
+//
 // The emulator has the layouts and the order of operations of the hardware, not its timing. A wgmma is computed at the
-// warpgroup_wait for its group, from the registers and shared memory as they are then.
+// warpgroup_wait for its group, from the registers and shared memory as they are then. Fibers switch only where a
+// thread waits, so deadlocks are found and many races are not.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -179,17 +184,17 @@ inline void run_cta(std::function<void()> f) {
     context.uc_link = nullptr;
     makecontext(&context, enter, 0);
   }
-  int left = threads, idle = 0;
-  while (left) {
+  int unfinished = threads, idle = 0;
+  while (unfinished) {
     int64_t before = progress;
-    left = 0;
+    unfinished = 0;
     for (int i = 0; i < threads; ++i) {
       if (fibers[i].done) continue;
-      ++left;
+      ++unfinished;
       resume(i);
     }
     idle = progress == before ? idle + 1 : 0;
-    if (left && idle > 3) fail("deadlock: every thread waits");
+    if (unfinished && idle > 3) fail("deadlock: every thread waits");
   }
 }
 
@@ -222,27 +227,27 @@ inline void __syncwarp() { machine::sync_warp(); }
 inline void __syncthreads() { machine::cta.wait(machine::threads); }
 
 template <class T>
-T __shfl_sync(unsigned, T v, int from, int width = 32) {
+T __shfl_sync(unsigned, T v, int source, int width = 32) {
   std::memcpy(machine::exchange[machine::warp()][machine::lane()], &v, sizeof(T));
   machine::sync_warp();
-  from = machine::lane() / width * width + from % width;
-  std::memcpy(&v, machine::exchange[machine::warp()][from], sizeof(T));
+  source = machine::lane() / width * width + source % width;
+  std::memcpy(&v, machine::exchange[machine::warp()][source], sizeof(T));
   machine::sync_warp();
   return v;
 }
 template <class T>
-T __shfl_xor_sync(unsigned all, T v, int mask) {
-  return __shfl_sync(all, v, machine::lane() ^ mask);
+T __shfl_xor_sync(unsigned lanes, T v, int mask) {
+  return __shfl_sync(lanes, v, machine::lane() ^ mask);
 }
 inline unsigned __ballot_sync(unsigned, bool v) {
   machine::exchange[machine::warp()][machine::lane()][0] = v;
   machine::sync_warp();
-  unsigned all = 0;
-  for (int i = 0; i < 32; ++i) all |= static_cast<unsigned>(machine::exchange[machine::warp()][i][0]) << i;
+  unsigned votes = 0;
+  for (int i = 0; i < 32; ++i) votes |= static_cast<unsigned>(machine::exchange[machine::warp()][i][0]) << i;
   machine::sync_warp();
-  return all;
+  return votes;
 }
-inline bool __any_sync(unsigned all, bool v) { return __ballot_sync(all, v); }
+inline bool __any_sync(unsigned lanes, bool v) { return __ballot_sync(lanes, v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 

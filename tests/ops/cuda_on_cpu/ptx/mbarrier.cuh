@@ -1,4 +1,4 @@
-// Stand-in for csrc/sm90/ptx/mbarrier.cuh.
+// Stand-in for csrc/sm90/ptx/mbarrier.cuh, without arrivals at another CTA. Waiting threads yield to the other fibers.
 #pragma once
 #include "shared_address.cuh"
 

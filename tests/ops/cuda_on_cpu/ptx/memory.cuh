@@ -1,4 +1,4 @@
-// Stand-in for csrc/sm90/ptx/memory.cuh.
+// Stand-in for csrc/sm90/ptx/memory.cuh: plain loads and stores; compiler barriers do nothing.
 #pragma once
 
 namespace alignkit {

@@ -1,4 +1,4 @@
-// Stand-in for csrc/sm90/ptx/pdl.cuh: kernels run one after another.
+// Stand-in for csrc/sm90/ptx/pdl.cuh: kernels run one after another, so waits do nothing.
 #pragma once
 #include "../machine.h"
 namespace alignkit {

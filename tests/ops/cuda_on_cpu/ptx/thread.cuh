@@ -1,4 +1,4 @@
-// Stand-in for csrc/sm90/ptx/thread.cuh.
+// Stand-in for csrc/sm90/ptx/thread.cuh: plain values, which the compiler may keep or precompute.
 #pragma once
 #include "../machine.h"
 namespace alignkit {

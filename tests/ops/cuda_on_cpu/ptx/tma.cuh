@@ -1,4 +1,5 @@
-// Stand-in for csrc/sm90/ptx/tma.cuh: a TMA copy is performed when issued, a cp.async when waited for.
+// Stand-in for csrc/sm90/ptx/tma.cuh: a TMA copy is performed when issued, a cp.async when waited for. It has the loads
+// of attention and rms_norm: 1D, and 4D of bf16 with the 128-byte swizzle. Multicast, stores and prefetch are left out.
 #pragma once
 #include "mbarrier.cuh"
 
@@ -51,11 +52,11 @@ inline void tma_load(void* dst, const CUtensorMap* map, int x, int y, int z, int
     for (uint32_t k = 0; k < map->box[2]; ++k)
       for (uint32_t j = 0; j < map->box[1]; ++j)
         for (uint32_t i = 0; i < map->box[0]; ++i, bytes += 2) {
-          uint32_t at[4] = {i, j, k, l};
+          uint32_t offset[4] = {i, j, k, l};
           const uint8_t* src = map->data;
           bool inside = true;
           for (int d = 0; d < 4; ++d) {
-            int64_t c = int64_t{begin[d]} + at[d];
+            int64_t c = int64_t{begin[d]} + offset[d];
             inside &= c >= 0 && c < static_cast<int64_t>(map->size[d]);
             src += c * static_cast<int64_t>(map->stride[d]);
           }

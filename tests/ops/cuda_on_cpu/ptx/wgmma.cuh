@@ -1,4 +1,5 @@
-// Stand-in for csrc/sm90/ptx/wgmma.cuh: a wgmma is computed at the warpgroup_wait for its group.
+// Stand-in for csrc/sm90/ptx/wgmma.cuh, bf16 only: a wgmma is computed at the warpgroup_wait for its group. Negated and
+// transposed a are left out.
 #pragma once
 #include "shared_address.cuh"
 
@@ -35,7 +36,8 @@ inline float element(uint64_t b, bool transposed, int n, int k) {
   return bf16(v);
 }
 
-// Compute one wgmma as the tests' reference does: the accumulator plus 16 exact products in double, rounded once.
+// Compute one wgmma as `chain` of test_attention_on_cpu.py does: accumulator plus 16 exact products in double, rounded
+// once. The tensor core rounds otherwise.
 inline void compute(const machine::Wgmma& p) {
   auto& exchange = machine::exchange[machine::warp()];
   int lane = machine::lane();
