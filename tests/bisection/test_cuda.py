@@ -90,8 +90,8 @@ def test_stock_vllm_with_all_ops_swapped_is_aligned_up_to_the_logprob(model, tmp
 @pytest.fixture(scope="module")
 def gemms(model, tmp_path_factory):
     """Return a directory of recordings with changed GEMMs for each dtype and kind of engine."""
-    root, fp32 = tmp_path_factory.mktemp("gemms"), tmp_path_factory.mktemp("fp32")
-    fp32 = make_checkpoint(fp32, "qwen3", torch.float32, **SIZES)
+    root = tmp_path_factory.mktemp("gemms")
+    fp32 = make_checkpoint(tmp_path_factory.mktemp("fp32"), "qwen3", torch.float32, **SIZES)
     sample = list(range(32))  # tokens whose values are recorded
     jobs = {
         "bfloat16-stock": (model, {"patched": False}),
@@ -109,39 +109,39 @@ def gemms(model, tmp_path_factory):
 
 
 def test_tf32_is_found_in_the_first_gemm(gemms, tmp_path):
-    at = gemms["float32-stock"]
-    c = compare_recordings(at / "good", at / "tf32", tmp_path)
+    folder = gemms["float32-stock"]
+    c = compare_recordings(folder / "good", folder / "tf32", tmp_path)
     assert c.suspect.point == "layers.0.q" and c.suspect.differing == c.suspect.compared
     assert c.suspect.values.relative < 1e-2
 
 
 def test_tf32_changes_nothing_in_an_aligned_engine(gemms, tmp_path):
-    at = gemms["float32-aligned"]
-    c = compare_recordings(at / "good", at / "tf32", tmp_path)
+    folder = gemms["float32-aligned"]
+    c = compare_recordings(folder / "good", folder / "tf32", tmp_path)
     assert c.suspect is None and c.missing == [] and c.compared > 0
 
 
 def test_another_gemm_algorithm_is_found_in_its_layer(gemms, tmp_path):
     for kind in ("bfloat16-stock", "float32-stock"):
-        at = gemms[kind]
-        assert compare_recordings(at / "good", at / "split", tmp_path).suspect.point == "layers.1.down", kind
+        folder = gemms[kind]
+        assert compare_recordings(folder / "good", folder / "split", tmp_path).suspect.point == "layers.1.down", kind
 
 
 def test_another_blas_library_changes_at_most_gemms(gemms, tmp_path):
     for name in ("bfloat16", "float32"):
         for library in ("cublas", "cublaslt"):
-            at = gemms[f"{name}-stock"]
-            suspect = compare_recordings(at / "good", at / library, tmp_path).suspect
+            folder = gemms[f"{name}-stock"]
+            suspect = compare_recordings(folder / "good", folder / library, tmp_path).suspect
             assert suspect is None or suspect.op in ("linear", "attention", "head"), (name, library)
-    at = gemms["float32-aligned"]
-    assert compare_recordings(at / "good", at / "cublaslt", tmp_path).suspect is None
+    folder = gemms["float32-aligned"]
+    assert compare_recordings(folder / "good", folder / "cublaslt", tmp_path).suspect is None
 
 
 @pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
 def test_planted_faults_on_ranks_are_found(model, tmp_path):
-    at = run_faulty(model, tmp_path, engine="megatron", patched=True, tp=2, lengths=LENGTHS)
+    folder = run_faulty(model, tmp_path, engine="megatron", patched=True, tp=2, lengths=LENGTHS)
     expected = {"norm-weight": "layers.1.post_norm", "rope-base": "layers.0.q_rope", "stale-shard": "layers.1.q"}
-    found = {name: compare_recordings(at / "good", at / name, tmp_path).suspect for name in expected}
+    found = {name: compare_recordings(folder / "good", folder / name, tmp_path).suspect for name in expected}
     assert {name: suspect.point for name, suspect in found.items()} == expected
     assert found["stale-shard"].pieces == [1]  # the second rank's KV head
-    assert compare_recordings(at / "stale-shard", at / "lost-patch", tmp_path).suspect is None
+    assert compare_recordings(folder / "stale-shard", folder / "lost-patch", tmp_path).suspect is None

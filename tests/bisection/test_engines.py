@@ -119,8 +119,8 @@ def test_a_mismatched_recording_is_rejected_before_an_engine_starts(aligned, mod
     assert (aligned[0] / "recordings/a/recording.json").exists()
 
 
-def write_job(path, at, lengths=LENGTHS, **job):
-    """Write the job file for recording a model in the directory `at`; return its path."""
+def write_job(path, folder, lengths=LENGTHS, **job):
+    """Write the job file for recording a model in `folder`; return its path."""
     job = {
         "weights": "w",
         "model": str(path),
@@ -134,11 +134,11 @@ def write_job(path, at, lengths=LENGTHS, **job):
         "keep": None,
         "what": "faults",
         "sequences": [list(range(3, 3 + n)) for n in lengths],
-        "runs": [{"out": str(at / "good/recording.json")}],
+        "runs": [{"out": str(folder / "good/recording.json")}],
     } | job
-    at.mkdir(exist_ok=True)
-    (at / "job.json").write_text(json.dumps(job))
-    return at / "job.json"
+    folder.mkdir(exist_ok=True)
+    (folder / "job.json").write_text(json.dumps(job))
+    return folder / "job.json"
 
 
 def run_faulty(path, tmp_path, script="faulty", *arguments, **job):
@@ -151,28 +151,30 @@ def compare_recordings(a, b, tmp_path):
 
 
 def test_planted_faults_are_found_at_the_right_point(model, tmp_path):
-    at = run_faulty(model("qwen3"), tmp_path, engine="megatron", patched=True, tp=2)
+    folder = run_faulty(model("qwen3"), tmp_path, engine="megatron", patched=True, tp=2)
     expected = {"norm-weight": "layers.1.post_norm", "rope-base": "layers.0.q_rope", "stale-shard": "layers.1.q"}
-    found = {name: compare_recordings(at / "good", at / name, tmp_path) for name in expected}
+    found = {name: compare_recordings(folder / "good", folder / name, tmp_path) for name in expected}
     assert {name: c.suspect.point for name, c in found.items()} == expected
     rope = found["rope-base"].suspect
     # RoPE does not rotate position 0.
     assert (0, 0) not in found["rope-base"].tokens and rope.differing == rope.compared - len(LENGTHS)
     assert found["stale-shard"].suspect.pieces == [1]  # the second rank's KV head
-    assert compare_recordings(at / "stale-shard", at / "lost-patch", tmp_path).suspect is None
+    assert compare_recordings(folder / "stale-shard", folder / "lost-patch", tmp_path).suspect is None
 
 
 def test_moe_faults_are_found_at_the_right_point(model, tmp_path):
     """Both aligned engines agree at all points, routing included. Changed router and expert weights are found."""
     path = model("qwen3_moe")
     weights = recording.weights_digest(path)
-    at = run_faulty(path, tmp_path, engine="megatron", patched=True, tp=2, what="experts", weights=weights)
-    result = bisect.bisect(bisect.Options("aligned-vllm:chunk=16", str(at / "good"), tmp_path / "vllm", model=path))
+    folder = run_faulty(path, tmp_path, engine="megatron", patched=True, tp=2, what="experts", weights=weights)
+    result = bisect.bisect(bisect.Options("aligned-vllm:chunk=16", str(folder / "good"), tmp_path / "vllm", model=path))
     assert result.comparison.suspect is None and result.comparison.missing == []
     assert [p.point for p in result.comparison.points] == point_names(path)
     chosen = result.a.values["layers.1.router_choice"]
     assert chosen.unique().tolist() == [0.0, 1.0] and chosen.sum(1).unique().tolist() == [4.0]
-    router, expert = (compare_recordings(at / "good", at / name, tmp_path / name) for name in ("router", "expert"))
+    router, expert = (
+        compare_recordings(folder / "good", folder / name, tmp_path / name) for name in ("router", "expert")
+    )
     assert router.suspect.point == "layers.1.router_choice" and 0 < router.suspect.differing <= router.suspect.compared
     assert expert.suspect.point == "layers.1.experts" and expert.suspect.differing < expert.suspect.compared
 
@@ -197,8 +199,8 @@ def test_unsupported_moe_models_are_rejected(arch, more, tmp_path):
 
 def test_a_stale_prefix_cache_is_found_in_attention(model, tmp_path):
     """Only tokens after the cached blocks are recomputed; their attention reads the stale keys and values."""
-    at = run_faulty(model("qwen3"), tmp_path, "faulty_vllm", "stale-cache", engine="vllm", patched=True)
-    c = compare_recordings(at / "good", at / "stale", tmp_path)
+    folder = run_faulty(model("qwen3"), tmp_path, "faulty_vllm", "stale-cache", engine="vllm", patched=True)
+    c = compare_recordings(folder / "good", folder / "stale", tmp_path)
     assert c.suspect.point == "layers.0.attention"
     assert c.tokens == [(1, 8), (1, 9), (1, 10), (2, 32)]  # sequences of 11 and 33 tokens in blocks of 8
 
@@ -227,8 +229,8 @@ def test_a_stock_layer_in_one_worker_is_found_in_its_layer(model, reference, tmp
 
 
 def test_another_gemm_algorithm_is_found_in_its_layer(model, tmp_path):
-    at = run_faulty(model("qwen2"), tmp_path, engine="megatron", patched=False, what="gemms")
-    assert compare_recordings(at / "good", at / "split", tmp_path).suspect.point == "layers.1.down"
+    folder = run_faulty(model("qwen2"), tmp_path, engine="megatron", patched=False, what="gemms")
+    assert compare_recordings(folder / "good", folder / "split", tmp_path).suspect.point == "layers.1.down"
 
 
 def assert_aligned_with_all_ops_swapped(path, tmp_path, lengths=LENGTHS):
@@ -251,10 +253,10 @@ def test_stock_vllm_with_all_ops_swapped_is_aligned_up_to_the_logprob(model, tmp
 @pytest.mark.parametrize("engine, arch", [("megatron", "qwen3"), pytest.param("hf", "llama", marks=pytest.mark.slow)])
 def test_swapping_op_by_op_aligns_a_stock_side(engine, arch, model, reference, tmp_path):
     """No swap moves the first difference earlier. After all swaps only the logprob may differ."""
-    at = run_faulty(model(arch), tmp_path, engine=engine, patched=False, what="swaps")
+    folder = run_faulty(model(arch), tmp_path, engine=engine, patched=False, what="swaps")
     first_points = []
     for name in ["good", *(f"swapped-{op}" for op in OPS)]:
-        c = compare_recordings(reference(arch), at / name, tmp_path)
+        c = compare_recordings(reference(arch), folder / name, tmp_path)
         first_points.append(len(c.points) if c.first is None else c.first)
     assert first_points == sorted(first_points), first_points
     assert 0 < first_points[0] < first_points[-1]

@@ -214,7 +214,7 @@ def _run(kernel, programs: int, args: tuple, q, k, v, options: dict, changing: i
 def compute_delta(out, d_out, starts) -> torch.Tensor:
     """Return delta, the sums of d_out * out per query and head, in the layout of `statistics_offset`.
 
-    R and num_warps determine the order of these sums, so they change bits.
+    R and num_warps determine the order of these sums, so another value may change bits.
     """
     tokens, heads, dim = out.shape
     seqs = starts.shape[0] - 1

@@ -1,6 +1,6 @@
 """Table of the kernels of GEMMs: for each op of `dispatch.OPS`, fastest first. The order affects speed alone.
 
-`alignkit doctor --explain` prints the kernels' names, and tests and benchmarks select kernels by them.
+`alignkit doctor --explain` prints the kernels' names; tests compare them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 moe_pairs sorts rows by expert; moe_products, moe_gated (with activation) and moe_gradients are grouped GEMMs;
 moe_combine sums over a row's experts; moe_weigh is a fused step of the backward pass.
+`alignkit doctor --explain` prints the kernels' names; benchmarks/moe.py selects kernels by them.
 """
 
 from __future__ import annotations
