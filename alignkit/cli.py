@@ -30,8 +30,8 @@ STATUSES = """\b
 Exit status:
   0    success: all compared values are bitwise equal, all tests passed
   1    a difference was found or a test failed; no other outcome exits with 1
-  2    usage error: unknown command, option or value
-  3    refused: invalid input, or a feature that alignkit does not support
+  2    usage error: unknown command or option, missing argument, or a value that the parser rejects
+  3    refused: another invalid value or input, or an unsupported feature
   4    failed: an error in an engine, a kernel or the operating system
   5    unexpected error: use `alignkit --traceback COMMAND ...` to locate it
   130  interrupted by Ctrl-C or SIGTERM
@@ -55,7 +55,12 @@ class FamilyName(click.Choice):
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=STATUSES)
 @click.version_option(package_name="alignkit")
-@click.option("--traceback", "with_traceback", is_flag=True, help="Print the Python traceback of an error.")
+@click.option(
+    "--traceback",
+    "with_traceback",
+    is_flag=True,
+    help="Print the Python traceback of an error. Place it before COMMAND.",
+)
 @click.pass_obj
 def cli(settings: dict, with_traceback: bool) -> None:
     """Make vLLM and Megatron-core compute bitwise equal logprobs, and verify it.
@@ -69,16 +74,22 @@ def cli(settings: dict, with_traceback: bool) -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="HF checkpoint directory.  [default: create a small model with random weights]  Supported architectures: "
+    help="Local Hugging Face checkpoint directory.  [default: create a small model with random weights]  "
+    "Supported architectures: "
     f"{', '.join(ARCHITECTURES)}.",
 )
 @click.option(
     "--model-family",
     type=FamilyName(FAMILIES),
-    help="Family of the random-weight model.  [default: qwen3, plus some tests of qwen3-moe]",
+    help="Family of the random-weight model; not used with --model.  [default: qwen3, and qwen3-moe for two "
+    "more pairs]",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("check-results"), show_default=True, help="Output directory."
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("check-results"),
+    show_default=True,
+    help="Output directory: new, empty, or with results of an earlier check, which are replaced.",
 )
 @click.option(
     "--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), help="Model dtype; repeatable.  [default: both]"
@@ -86,28 +97,38 @@ def cli(settings: dict, with_traceback: bool) -> None:
 @click.option(
     "--tp",
     type=int,
-    help="Largest tensor-parallel size to test; 1 skips tensor parallelism.  [default: 2; 1 with a single GPU]",
+    help="Tensor-parallel size to test in addition to 1; must divide the model's heads.  [default: 2; 1 with a single "
+    "GPU]",
 )
-@click.option("--full", is_flag=True, help="Test every pair of rollout and training setups in every dtype.")
+@click.option(
+    "--full",
+    is_flag=True,
+    help="Test every pair of rollout and training setups in every dtype; takes longer. The default tests each rollout "
+    "against training tp1-padded and each training against a batched rollout in the first dtype, and two pairs in "
+    "each other dtype.",
+)
 @click.option(
     "--training",
     "trainings",
+    metavar="SETUP",
     multiple=True,
-    help="Test only this training setup, against a batched rollout; repeatable. Examples: tp1-te-packed "
-    "(TransformerEngine layer spec), tp2-sp-pp2-padded, tp1-cp2-packed.",
+    help="Test only this training setup, against a batched rollout; repeatable. Form: "
+    "tpN[-sp][-epN][-te][-ppN][-cpN]-BATCH, where sp = sequence parallelism, te = TransformerEngine layer spec, and "
+    "BATCH is one (one sequence per micro-batch), padded or packed.",
 )
 @click.option("--max-tokens", default=64, show_default=True, help="Tokens to sample per prompt.")
 @click.option("--temperature", default=1.0, show_default=True, help="Sampling temperature.")
 @click.option("--seed", default=0, show_default=True, help="Seed for weights, prompts and sampling.")
-@click.option("--timeout", default=1800.0, show_default=True, help="Time limit per engine, in seconds.")
+@click.option("--timeout", type=float, default=1800, show_default=True, help="Time limit per engine, in seconds.")
 @click.option("--report/--no-report", default=True, show_default=True, help="Write report.html.")
 def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, temperature, seed, timeout, report) -> int:
-    """Compare logprobs of real engines, unpatched and patched.
+    """Compare logprobs of stock and of aligned engines.
 
-    Samples tokens with vLLM, recomputes their logprobs with Megatron-core and compares the bits. Runs each engine in
-    its own process. Writes check.json, run.json, report.html and the engine logs to --out.
+    Samples tokens with vLLM, recomputes their logprobs with Megatron-core and compares the bits. Runs stock engines and
+    aligned ones, which alignkit has patched ("patched" in the output), each in its own process. Writes check.json,
+    run.json, report.html and the engine logs to --out.
 
-    Exit status: 0 if all logprobs of patched engines are bitwise equal, 1 if any differ, 3 if the check was refused
+    Exit status: 0 if all logprobs of aligned engines are bitwise equal, 1 if any differ, 3 if the check was refused
     before an engine started, 4 if an engine failed.
     """
     from .check import report as reports
@@ -151,7 +172,12 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
 @cli.command()
 @click.argument("rollout", type=click.Path(path_type=Path))
 @click.argument("training", type=click.Path(path_type=Path))
-@click.option("--allow-contract-mismatch", is_flag=True, help="Compare files whose contract ids differ.")
+@click.option(
+    "--allow-contract-mismatch",
+    is_flag=True,
+    help="Compare files whose contract ids differ, such as those of a stock and an aligned engine. A contract id names "
+    "the definition of the bits that an aligned engine computes.",
+)
 @click.option(
     "--worst", type=click.IntRange(min=0), default=10, show_default=True, help="Number of worst tokens to print."
 )
@@ -160,7 +186,7 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
     """Compare two logprob files.
 
     ROLLOUT and TRAINING are files written by `alignkit.drift.save`. Prints drift metrics and the tokens whose
-    logprobs differ most.
+    logprobs differ most. docs/drift.md explains the metrics.
 
     Exit status: 0 if all logprobs are bitwise equal, 1 if any differ, 3 if the files cannot be compared.
     """
@@ -176,6 +202,8 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
         click.echo(json.dumps(report.to_json(), indent=1))
     else:
         console = Console(highlight=False)
+        if report.nonfinite:
+            console.print(_left_out(report.nonfinite), soft_wrap=True)
         view = Table(show_header=False, box=None, pad_edge=False)
         for name, value in report.metrics("").items():
             view.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
@@ -185,13 +213,19 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
     return 0 if report.all_equal else EXIT_DIFFERENT
 
 
+def _left_out(count: int) -> str:
+    tokens = "1 token with a nonfinite logprob is" if count == 1 else f"{count} tokens with a nonfinite logprob are"
+    return f"{tokens} left out of the metrics below (max_abs and later)"
+
+
 @cli.command()
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="HF checkpoint directory.  [default: create a small model with random weights]  Supported architectures: "
+    help="Local Hugging Face checkpoint directory.  [default: create a small model with random weights]  "
+    "Supported architectures: "
     f"{', '.join(family.architecture for family in BISECT_FAMILIES.values())}.",
 )
 @click.option(
@@ -199,53 +233,61 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
     type=FamilyName(BISECT_FAMILIES),
     default="qwen3",
     show_default=True,
-    help="Family of the random-weight model.",
+    help="Family of the random-weight model; not used with --model.",
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True, help="Model dtype.")
 @click.option(
     "--tokens",
     type=click.Path(path_type=Path),
-    help="Logprob file or monitor replay file with the token sequences to run.  [default: the sequences of the "
-    "recording if one side is a recording, else random ones]",
+    help="File with the token sequences to run: a logprob file, or a replay file of alignkit.drift.Monitor.  [default: "
+    "the sequences of the recording if one side is a recording, else random ones]",
 )
 @click.option(
     "--decode",
     default=0,
     show_default=True,
-    help="Tokens that the first vLLM side samples after each sequence, to record decode steps.",
+    help="Tokens to sample after each sequence, to record decode steps. The vLLM side samples them (A if both sides "
+    "are vLLM); the other side gets them as input.",
 )
 @click.option(
     "--swap",
     metavar="OP=aligned",
     help="Also run the stock sides with one op replaced by alignkit's. OP: rms_norm, linear, rope, attention, "
-    "silu_mul or head.",
+    "silu_mul or head. MoE models are refused.",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     default=Path("bisect-results"),
     show_default=True,
-    help="Output directory.",
+    help="Output directory: new, empty, or with results of an earlier bisect, which are replaced.",
 )
-@click.option("--budget", default=256, show_default=True, help="MiB of tensor values to record per side.")
+@click.option(
+    "--budget",
+    metavar="MIB",
+    default=256,
+    show_default=True,
+    help="MiB of tensor values to record per side. If all values need more, the first run records digests, and a "
+    "second run records the values of some of the differing tokens.",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed for weights, tokens and sampling.")
-@click.option("--timeout", default=1800.0, show_default=True, help="Time limit per engine, in seconds.")
+@click.option("--timeout", type=float, default=1800, show_default=True, help="Time limit per engine, in seconds.")
 @click.option("--report/--no-report", default=True, show_default=True, help="Write report.html.")
 def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, timeout, report) -> int:
     """Find the first model activation that differs between two engines.
 
-    Runs the same tokens and weights through both sides, A and B, and compares the output of every op in the order of
-    computation. Each side is one of stock-vllm, aligned-vllm, stock-megatron, aligned-megatron and hf, or the directory
-    of a recording, such as OUT/recordings/a of an earlier run.
+    Runs the same tokens and weights through both sides, A and B, and compares their activations in the order of
+    computation. Each side is one of stock-vllm, aligned-vllm, stock-megatron, aligned-megatron and hf (Hugging Face
+    Transformers), or the directory of a recording, such as OUT/recordings/a of an earlier run.
 
     \b
-    Settings of a side follow a colon:
+    Settings of a side follow a colon, separated by commas:
       tp=N               tensor-parallel size (vLLM, Megatron-core)
       chunk=N            maximum number of tokens per step (vLLM)
       batch_invariant=1  vLLM's batch-invariant mode (stock-vllm on a GPU)
-      mode=MODE          micro-batches: padded, one (a sequence each) or
-                         packed (Megatron-core, hf; packed requires
-                         aligned-megatron)
+      mode=MODE          micro-batches (Megatron-core, hf): padded (default),
+                         one (one sequence each), or packed
+                         (aligned-megatron only)
 
     Engines run eagerly, without CUDA graphs. Writes bisect.json, report.html, the recordings and the engine logs to
     --out.
@@ -308,7 +350,9 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
     "--explain",
     "op",
     metavar="OP",
-    help="Print the kernel that computes OP for the problem NAME=VALUE..., and why the other kernels are skipped.",
+    help="Print the kernel that computes OP for the problem NAME=VALUE..., and why other kernels are skipped: not "
+    "applicable, or slower. Defaults: family=sm90 (Hopper GPUs) and its fastest backend. rows is the number of tokens "
+    "(M of a GEMM).",
 )
 @click.option(
     "--recipe",
@@ -318,10 +362,11 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
 )
 @click.argument("problem", nargs=-1, metavar="[NAME=VALUE]...")
 def doctor(op, recipe, problem) -> int:
-    """Check the installation and test the ops.
+    """Check the installation and test the kernels.
 
-    Prints the versions, contract, kernels, backends and patches of this environment. Then tests the golden bits and
-    the batch invariance of every op. With --explain or --recipe, does what that option says instead.
+    Prints the versions, contract, kernels, backends and patches of this environment. Then compares the ops' results
+    with stored bits ("golden bits") and tests their batch invariance. With --explain or --recipe,
+    does what that option says instead.
 
     \b
     Examples:
@@ -362,7 +407,7 @@ def doctor(op, recipe, problem) -> int:
 @cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="MODEL [VLLM SERVE OPTIONS]...")
 def serve(arguments) -> None:
-    """Run `vllm serve` with aligned engines.
+    """Run `vllm serve` with alignkit's patch.
 
     Accepts the options of `vllm serve`; `alignkit serve --help` lists them. Refuses unsupported options before the
     server accepts connections.
@@ -380,7 +425,8 @@ def serve(arguments) -> None:
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on. The default accepts connections from this machine only.",
+    help="Address to listen on. The default accepts connections from this machine only; other addresses expose the "
+    "page to the network.",
 )
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="Port; 0 picks a free one."
@@ -388,7 +434,8 @@ def serve(arguments) -> None:
 def watch(directory, host, port) -> int:
     """Show the files of a drift monitor in a browser.
 
-    Serves a web page of the monitor's directory DIR: drift by step, ranks and worst tokens, updated live.
+    Serves a live page with the drift of each step, a table of ranks, and the worst tokens. DIR is the directory given
+    to alignkit.drift.Monitor.
     """
     from .check.terminal import interrupted_by_sigterm
     from .watch.server import serve as serve_page

@@ -36,8 +36,12 @@ class Words:
         self._given: dict[str, str] = {}
         for word in words:
             name, separator, value = word.partition("=")
-            if not separator or not value or name in self._given:
-                raise InputError(f"{name}: must be given once as name=value, got {word!r}")
+            if not separator:
+                raise InputError(f"{name}: expected {name}=VALUE, got {word!r}")
+            if not value:
+                raise InputError(f"{name}: value is missing, got {word!r}")
+            if name in self._given:
+                raise InputError(f"{name}: given more than once, as {self._given[name]} and {value}")
             self._given[name] = value
         self.used: dict[str, str] = {}
         self.missing: list[str] = []
@@ -228,7 +232,7 @@ def explain(op: str, words: Sequence[str]) -> Iterator[str]:
             )
         else:
             yield f"  also valid  {name} " + (
-                f"used if {chosen.name} declines" if chosen.declines else f"slower than {chosen.name}"
+                f"used if {chosen.name}'s trial fails" if chosen.declines else f"slower than {chosen.name}"
             )
         if why is None and (chosen is None or chosen.declines):
             chosen = kernel

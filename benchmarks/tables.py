@@ -76,7 +76,7 @@ def check(rows: list[dict], run: dict) -> str:
     by_pair = {(r.get("model", ""), r["dtype"], r["rollout"], r["training"], r["patched"]): r for r in rows}
     lines = [
         "| dtype | rollout (vLLM) | training (Megatron-core) | stock: bit-equal | max abs difference "
-        "| patched: bit-equal |",
+        "| aligned: bit-equal |",
         "|---|---|---|---|---|---|",
     ]
     for (model, dtype, rollout, training, patched), row in by_pair.items():
@@ -94,7 +94,7 @@ def check(rows: list[dict], run: dict) -> str:
 def check_summary(rows: list[dict], run: dict) -> str:
     """Return a line for each model and dtype of the drift check, over all pairs of rollout and training."""
     lines = [
-        "| dtype | pairs of rollout and training | stock: bit-equal | max abs difference | patched: bit-equal |",
+        "| dtype | pairs of rollout and training | stock: bit-equal | max abs difference | aligned: bit-equal |",
         "|---|---|---|---|---|",
     ]
     for model, dtype in dict.fromkeys((row.get("model", ""), row["dtype"]) for row in rows):

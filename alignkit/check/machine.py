@@ -61,7 +61,7 @@ def no_room(ranks: int) -> str | None:
     """Return an error message if the GPUs cannot hold `ranks` ranks; None if they can, or without GPUs."""
     if not gpus() or ranks <= most_ranks():
         return None
-    return f"at most {most_ranks()} ranks fit on this machine's GPUs, got {ranks}"
+    return f"must be at most {most_ranks()}, the number of ranks that fit on this machine's GPUs, got {ranks}"
 
 
 def gpu_of(rank: int) -> torch.device:

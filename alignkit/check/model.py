@@ -107,7 +107,7 @@ def make_checkpoint(
     if dtype not in _DTYPES:
         raise InputError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
     if heads % kv_heads:
-        raise InputError(f"heads: must be a multiple of {kv_heads} KV heads, got {heads}")
+        raise InputError(f"heads: must be a multiple of kv_heads = {kv_heads}, got {heads}")
     if FAMILIES[arch].heads_fill_hidden and heads * head_dim != hidden:
         raise InputError(f"head_dim: {arch} requires heads * head_dim = hidden = {hidden}, got {heads} * {head_dim}")
 
@@ -120,12 +120,13 @@ def make_checkpoint(
     if dense_layers is None:
         dense_layers = (0,) if dense_first and layers > 1 else ()
     if dense_layers and not (family.experts and family.experts.dense):
-        raise InputError(f"dense_layers: {arch} has no dense layers beside experts, got {sorted(dense_layers)}")
+        raise InputError(f"dense_layers: must be None or empty for {arch}, got {sorted(dense_layers)}")
     if dense_first and sorted(dense_layers) != list(range(len(dense_layers))):
-        raise InputError(f"dense_layers: {arch} supports only the first layers, got {sorted(dense_layers)}")
-    unknown = set(options or ()) - {field for field, _ in family.optional}
-    if unknown:
-        raise InputError(f"options: {arch} does not support {', '.join(sorted(unknown))}")
+        raise InputError(f"dense_layers: must be the first layers (0, 1, ...) for {arch}, got {sorted(dense_layers)}")
+    optional = [field for field, _ in family.optional]
+    if unknown := set(options or ()) - set(optional):
+        expected = f"may contain only {', '.join(optional)}" if optional else "must be None or empty"
+        raise InputError(f"options: {expected} for {arch}, got {', '.join(sorted(unknown))}")
     if intermediate is None:
         intermediate = 256 if family.experts else 1536
 

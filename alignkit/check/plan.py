@@ -204,7 +204,7 @@ def against_batch(dtypes: list[str], trainings: list[str]) -> list[Row]:
     for name in trainings:
         if not _TRAINING.fullmatch(name):
             raise InputError(
-                f"training: expected the form tp1[-sp][-ep2][-te][-pp2][-cp2]-one|padded|packed, got {name!r}"
+                f"training: expected the form tpN[-sp][-epN][-te][-ppN][-cpN]-(one|padded|packed), got {name!r}"
             )
     rows = [Row(d, "batch", t, patched) for patched in (False, True) for d in dtypes for t in dict.fromkeys(trainings)]
     return [

@@ -30,7 +30,7 @@ def require_report_libraries() -> None:
     missing = [name for name in ("matplotlib", "jinja2") if not installed(name)]
     if missing:
         raise UnsupportedError(
-            f"report.html needs {' and '.join(missing)}: pip install 'alignkit[report]', or pass --no-report"
+            f"report.html requires {' and '.join(missing)}. Run pip install 'alignkit[report]', or pass --no-report"
         )
 
 
@@ -84,11 +84,13 @@ def headline(result: Result) -> str:
         )
 
     equal, tokens, good, rows = counts(True)
-    stock_equal, stock_tokens, _, _ = counts(False)
-    text = (
-        f"Patched: {equal} of {tokens} logprobs are bit-equal ({good} of {rows} rows). "
-        f"Stock: {stock_equal} of {stock_tokens}."
+    stock_equal, stock_tokens, _, stock_rows = counts(False)
+    stock = (
+        f"{stock_equal} of {stock_tokens}"
+        if stock_rows
+        else "not run (stock Megatron-core is tested with cp = 1 only, and packed with te only)"
     )
+    text = f"Patched: {equal} of {tokens} logprobs are bit-equal ({good} of {rows} rows). Stock: {stock}."
     if _routed(result):
         rerouted, stock_rerouted = (
             _rerouted([c for c in result.compared if c.row.patched == p]) for p in (True, False)

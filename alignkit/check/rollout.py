@@ -119,8 +119,10 @@ def _check(job: dict) -> None:
             raise InputError(f"runs: mode: expected one of {', '.join(MODES)}, got {spec['mode']!r}")
         if spec["mode"] == "prompt_logprobs" and not job.get("tokens_from"):
             raise InputError("tokens_from: mode prompt_logprobs requires a logprob file, got none")
-    if not job["prompts"] or not all(job["prompts"]):
-        raise InputError("prompts: at least one prompt is required, and none may be empty")
+    if not job["prompts"]:
+        raise InputError("prompts: at least one prompt is required, got none")
+    if not all(job["prompts"]):
+        raise InputError(f"prompts: must not be empty, got an empty prompt at index {job['prompts'].index([])}")
 
 
 def engine(job: dict, **overrides):

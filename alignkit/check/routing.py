@@ -95,7 +95,9 @@ class _Routers:
     def end(self, lengths: list[int]) -> torch.Tensor:
         """Return the recorded logits, fp32 [rows, layers, experts]; NaN where a row was not computed."""
         if self._logits is None:
-            raise InputError("routers: no router ran since alignkit_watch_routers")
+            raise InputError(
+                "routers: the model ran no MoE layer after recording started, so there are no router logits"
+            )
         return torch.cat([self._logits[i * self._longest :][: length - 1] for i, length in enumerate(lengths)])
 
     def _step(self, _, args, kwargs) -> None:

@@ -180,6 +180,12 @@ def run(options: Options, progress: Progress) -> Result:
     else:
         rows = plan.rows(options.dtypes, options.tp, options.full, gpu, architecture.experts > 0)
     for row in rows:
+        ranks = row.training_tp
+        if options.model is None and ranks > 1 and architecture.kv_heads % ranks and HEADS % ranks == 0:
+            raise UnsupportedError(
+                f"tp: must divide num_key_value_heads = {architecture.kv_heads}, got {ranks}; pass --tp {ranks} to "
+                f"create a model with {ranks}"
+            )
         check_layout(architecture, patched=row.patched, **row.layout)  # pyright: ignore[reportArgumentType]
     parts = [make_plan(rows, models)]
     if options.model is None and options.family is None and not options.trainings:
@@ -189,7 +195,7 @@ def run(options: Options, progress: Progress) -> Result:
     jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # all models interleaved, engines with most ranks first
     if gpu and (count := max(map(needed, jobs))) > len(gpus()):
         raise InputError(
-            f"training: engines may use at most {len(gpus())} GPUs on this machine, got one that needs {count}"
+            f"training: every engine must fit on {len(gpus())} GPUs of this machine, got one that needs {count}"
         )
     seconds, _ = execute(jobs, out, options.timeout, progress)
     compared = [c for rows, prompts, _ in parts for c in compare_rows(rows, out, prompts)]
@@ -268,7 +274,7 @@ def _check_options(options: Options) -> Architecture | None:
     """Validate the options before an engine starts; return the given model's architecture, None without a model."""
     for name, module in (("vLLM", "vllm"), ("Megatron-core", "megatron.core")):
         if not installed(module):
-            raise UnsupportedError(f"alignkit check needs {name}, which is not installed")
+            raise UnsupportedError(f"alignkit check requires {name}, which is not installed")
     require_environment()
     if not options.dtypes or any(d not in plan.DTYPES for d in options.dtypes):
         raise InputError(f"dtype: expected one or more of {', '.join(plan.DTYPES)}, got {options.dtypes}")
@@ -300,7 +306,7 @@ def check_out(out: Path, command: str = "check") -> None:
         if not out.is_dir():
             raise InputError(f"out: must be a directory, got {out}")
         if any(out.iterdir()) and not (out / _MARK.format(command)).exists():
-            raise InputError(f"out: must be empty or hold only results of alignkit {command}, got {out}")
+            raise InputError(f"out: must be new, empty, or hold results of an earlier alignkit {command}, got {out}")
 
 
 def _check_model(path: Path, options: Options) -> Architecture:
@@ -309,8 +315,8 @@ def _check_model(path: Path, options: Options) -> Architecture:
     architecture.check_tp(options.tp)
     if architecture.experts and ExpertTree.of(architecture.experts).groups % options.tp:
         raise UnsupportedError(
-            f"tp: must divide the {ExpertTree.of(architecture.experts).groups} groups of the sum over "
-            f"{architecture.experts} experts, got {options.tp}"
+            f"tp: must divide {ExpertTree.of(architecture.experts).groups} for a model with {architecture.experts} "
+            f"experts (the number of groups in which alignkit adds their outputs), got {options.tp}"
         )
     _check_sizes(options, architecture.max_position)
     check_weights(architecture, Checkpoint(path))
@@ -318,9 +324,12 @@ def _check_model(path: Path, options: Options) -> Architecture:
 
 
 def _check_sizes(options: Options, positions: int) -> None:
-    longest = max(plan.PROMPT_LENGTHS) + options.max_tokens
-    if longest > positions:
-        raise InputError(f"max_tokens: sequences must fit the model's {positions} positions, got {longest} tokens")
+    most = positions - max(plan.PROMPT_LENGTHS)
+    if options.max_tokens > most:
+        raise InputError(
+            f"max_tokens: must be at most {most} ({positions} positions of the model, less the "
+            f"{max(plan.PROMPT_LENGTHS)} tokens of the longest prompt), got {options.max_tokens}"
+        )
 
 
 def prepare(

@@ -132,12 +132,14 @@ def _check(job: dict[str, Any]) -> None:
     if job.get("micro_batch") is not None and not (isinstance(job["micro_batch"], int) and job["micro_batch"] > 0):
         raise InputError(f"micro_batch: expected a positive integer or null, got {job['micro_batch']!r}")
     if job.get("temperature", 1.0) != 1.0 and not job["patched"]:
-        raise UnsupportedError(f"temperature: stock Megatron-core supports only 1.0, got {job['temperature']!r}")
+        raise UnsupportedError(f"temperature: must be 1.0 for stock Megatron-core, got {job['temperature']!r}")
     for run in job["runs"]:
         if run["mode"] not in _MODES:
             raise InputError(f"mode: expected one of {', '.join(_MODES)}, got {run['mode']!r}")
         if run["mode"] == "packed" and not job["patched"] and job.get("spec", "local") == "local":
-            raise UnsupportedError("mode: packed is not supported by stock Megatron-core's local attention")
+            raise UnsupportedError(
+                "mode: must be one or padded for stock Megatron-core with spec = local, got 'packed'"
+            )
 
 
 def check_layout(
@@ -159,10 +161,10 @@ def check_layout(
     if why := CP.refusal(cp, architecture.heads // tp, architecture.kv_heads // tp):
         raise InputError(f"cp: {why}")
     if cp > 1 and not patched:
-        raise UnsupportedError(f"cp: alignkit check runs stock Megatron-core with cp = 1 only, got {cp}")
+        raise UnsupportedError(f"cp: must be 1 for stock Megatron-core in alignkit check, got {cp}")
     if ep > 1 and pp * cp > 1:
         raise UnsupportedError(
-            f"ep: alignkit check does not combine expert parallelism with pp or cp, got ep = {ep}, pp = {pp}, cp = {cp}"
+            f"ep: must be 1 if pp or cp is more than 1 in alignkit check, got ep = {ep}, pp = {pp}, cp = {cp}"
         )
 
 

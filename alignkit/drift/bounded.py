@@ -24,13 +24,17 @@ def opened(path: Path, kind: str, max_header: int) -> Iterator[tuple[safe_open, 
         InputError: The file is missing, its header is too large, it is truncated, or it is not a safetensors file.
             Read errors inside the with block are converted too. Names the file and the problem.
     """
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory, expected {kind}")
     if not path.is_file():
         raise InputError(f"{path}: no such file, expected {kind}")
     try:
         with open(path, "rb") as file:
             header = int.from_bytes(file.read(8), "little")
         if max_header < header <= path.stat().st_size:
-            raise InputError(f"{path}: the header of {kind} has at most {max_header} bytes, got {header}")
+            raise InputError(
+                f"{path}: the safetensors header of {kind} must have at most {max_header} bytes, got {header}"
+            )
         with safe_open(path, framework="pt") as file:
             yield file, file.metadata() or {}
     except (SafetensorError, OSError) as e:
@@ -43,5 +47,6 @@ def check_format(path: Path, metadata: dict[str, str], kind: str, name: str, ver
         raise InputError(f"{path}: not {kind}: a safetensors file whose metadata lacks format={name!r}")
     if metadata.get("format_version") != version:
         raise InputError(
-            f"{path}: format_version: this alignkit reads {version!r}, got {metadata.get('format_version')!r:.50}"
+            f"{path}: format_version: must be {version!r} for this version of alignkit, "
+            f"got {metadata.get('format_version')!r:.50}"
         )

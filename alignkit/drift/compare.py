@@ -130,8 +130,8 @@ def compare(
     """
     if rollout.contract != training.contract and not allow_contract_mismatch:
         raise InputError(
-            f"contract: rollout has {rollout.contract!r}, training has {training.contract!r}; "
-            "bits of different contracts are not comparable"
+            f"contract: rollout and training must have the same contract id, got {rollout.contract!r} and "
+            f"{training.contract!r}. Pass --allow-contract-mismatch (allow_contract_mismatch=True) to compare anyway"
         )
     for name in ("prompts", "tokens"):
         _same_ids(name, getattr(rollout, name), getattr(training, name))
@@ -188,7 +188,9 @@ def compare_tensors(
         raise InputError("mask: expected only the values 0 and 1, got others")
     sequence, position = mask.bool().nonzero(as_tuple=True)
     if not len(sequence):
-        raise InputError("mask: selects no token" if mask.numel() else "rollout_logp: must not be empty")
+        raise InputError(
+            "mask: must select at least one token, got none" if mask.numel() else "rollout_logp: must not be empty"
+        )
     rollout, training = (x.detach().cpu()[sequence, position] for x in (rollout_logp, train_logp))
     return _report(rollout, training, sequence, position, None, worst)
 
@@ -262,13 +264,19 @@ def _effective_fraction(log_weights: torch.Tensor) -> float:
 
 def _same_ids(name: str, rollout: list[list[int]], training: list[list[int]]) -> None:
     if len(rollout) != len(training):
-        raise InputError(f"{name}: rollout has {len(rollout)} sequences, training {len(training)}")
+        raise InputError(
+            f"{name}: rollout and training must have the same number of sequences, "
+            f"got {len(rollout)} and {len(training)}"
+        )
     for i, (a, b) in enumerate(zip(rollout, training, strict=True)):
         if len(a) != len(b):
-            raise InputError(f"{name}: sequence {i} has {len(a)} token ids in rollout, {len(b)} in training")
+            raise InputError(f"{name}: sequence {i}: must have the same length in both, got {len(a)} and {len(b)}")
         for j, (x, y) in enumerate(zip(a, b, strict=True)):
             if x != y:
-                raise InputError(f"{name}: sequence {i}, position {j}: token id {x} in rollout, {y} in training")
+                raise InputError(
+                    f"{name}: sequence {i}, position {j}: token ids must be equal, "
+                    f"got {x} in rollout and {y} in training"
+                )
 
 
 def _with_bits(x: float) -> str:

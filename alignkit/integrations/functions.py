@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,9 +32,11 @@ def require_known(framework: str, *functions: Callable) -> None:
         name = f"{function.__module__}.{function.__qualname__}"
         if digest(function) not in known.get(name, {}):
             versions = sorted({version for each in known.get(name, {}).values() for version in each})
-            unknown.append(f"{name} (known from {', '.join(versions) or 'no version'})")
+            unknown.append(f"{name} (tested: {', '.join(versions) or 'none'})")
     if unknown:
+        package = sys.modules.get(functions[0].__module__.partition(".")[0])
+        version = getattr(package, "__version__", "")
         raise UnsupportedError(
-            f"{framework}: the source of functions that alignkit replaces differs from the known versions: "
-            + "; ".join(unknown)
+            f"{framework}{version and f' {version}'}: cannot be patched, because the source code of these functions "
+            f"differs from every tested version: {'; '.join(unknown)}. Install a tested version"
         )

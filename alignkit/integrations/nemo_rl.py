@@ -89,7 +89,10 @@ def chunked_logprob(
 
 
 def refuse_sampling(*args, **kwargs):
-    raise UnsupportedError("policy.generation.top_k / top_p: not supported; training cannot recompute their logprobs")
+    raise UnsupportedError(
+        "policy.generation.top_k, policy.generation.top_p: must be null and 1.0, because training recomputes logprobs "
+        "from the tokens alone"
+    )
 
 
 def scaled(logits: torch.Tensor, sampling_params):
@@ -108,7 +111,7 @@ def with_vocabulary(stock):
 
         state = stock(policy_cfg, megatron_cfg, *args, **kwargs)
         if state.draft_model is not None:
-            raise UnsupportedError("policy.draft: speculative decoding is not supported")
+            raise UnsupportedError("policy.draft.enabled: must be False, because speculative decoding is not supported")
         set_vocab_size(state.model, int(megatron_cfg.model.vocab_size))
         return state
 

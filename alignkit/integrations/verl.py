@@ -64,7 +64,8 @@ class Patch(Framework):
         self.version = verl.__version__  # pyright: ignore[reportAttributeAccessIssue]
         if missing := unresolved(Path(verl.__file__).parent, HOOK_POINTS):
             raise UnsupportedError(
-                f"verl {self.version}: hook points are missing or have changed: {'; '.join(missing)}"
+                f"verl {self.version}: not supported. These functions, which alignkit replaces or relies on, are "
+                f"missing or have changed: {'; '.join(missing)}. Install a supported version (docs/verl.md)"
             )
         self.begin(
             {

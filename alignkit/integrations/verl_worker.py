@@ -24,10 +24,17 @@ class WorkerExtension(vLLMColocateWorkerExtension):
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
         if banned_token_ids:
-            raise UnsupportedError("banned_token_ids: placeholder ids of images and videos are not supported")
+            raise UnsupportedError(
+                "banned_token_ids: must be empty, because placeholder ids of images and videos are not supported, "
+                f"got {banned_token_ids!r:.80}"
+            )
         given = self.vllm_config.additional_config[VOCAB_SIZE]
-        if given != min(vocab_size, self.model_config.get_vocab_size()):
-            raise UnsupportedError(f"vocab_size: must equal the engine's {given}, got {vocab_size}")
+        padded = self.model_config.get_vocab_size()
+        if given != min(vocab_size, padded):
+            raise UnsupportedError(
+                f"vocab_size: verl passes {vocab_size} (at most the model's {padded} are used), but the vLLM engine "
+                f"was created with {given}; both must be equal"
+            )
 
     def update_weights_from_ipc(self, *args, **kwargs) -> None:
         super().update_weights_from_ipc(*args, **kwargs)

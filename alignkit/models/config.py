@@ -495,6 +495,10 @@ def read_json(path: Path) -> dict:
     """Return the JSON object in `path`. Raises InputError if the file is missing or is no JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(
+            f"model: must be a local checkpoint directory, but {path} does not exist. Download the model first"
+        ) from None
     except (OSError, ValueError, RecursionError) as e:
         raise InputError(f"model: cannot read {path}: {e}") from None
     if not isinstance(value, dict):

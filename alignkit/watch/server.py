@@ -6,6 +6,7 @@ The policy in `HEADERS` forbids inline scripts and styles, so templates use only
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import ipaddress
 import json
@@ -34,7 +35,7 @@ def require_libraries() -> None:
     """Raise UnsupportedError if a required library is not installed."""
     missing = [name for name in _NEEDED if not installed(name)]
     if missing:
-        raise UnsupportedError(f"alignkit watch needs {' and '.join(missing)}: pip install 'alignkit[watch]'")
+        raise UnsupportedError(f"alignkit watch requires {' and '.join(missing)}. Run pip install 'alignkit[watch]'")
 
 
 def app(directory: Path, hosts: list[str]):
@@ -131,7 +132,9 @@ def serve(directory: Path, host: str, port: int, started) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as e:
-        raise InputError(f"--host, --port: cannot listen on {host}, port {port}: {e}") from None
+        in_use = isinstance(e, OSError) and e.errno == errno.EADDRINUSE
+        reason = "the port is in use; choose another with --port, or 0" if in_use else e
+        raise InputError(f"--host, --port: cannot listen on {host}, port {port}: {reason}") from None
     with listening:
         netloc = f"[{host}]" if family == socket.AF_INET6 else host
         address = f"http://{netloc}:{listening.getsockname()[1]}/"

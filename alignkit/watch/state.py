@@ -140,7 +140,7 @@ class Watched:
     def __init__(self, directory: Path) -> None:
         """Raise InputError if `directory` is not a directory."""
         if not directory.is_dir():
-            raise InputError(f"DIR: {directory} is not a directory")
+            raise InputError(f"DIR: must be an existing directory, got {directory}")
         self.directory = directory
         self._ranks: dict[int, Rank] = {}
         self._lock = threading.Lock()

@@ -57,7 +57,7 @@ def test_replays_without_whole_sequences_are_rejected(context, message, tmp_path
 
 def test_another_contract_is_rejected_before_an_engine_starts(tmp_path):
     path = write_replay(tmp_path / "run", {"input_ids": IDS}, contract="alignkit-6/sm90/v128/k8/kv128/leaf512")
-    with pytest.raises(InputError, match="contract: .* the replay has 'alignkit-6/sm90"):
+    with pytest.raises(InputError, match="contract: .* got 'alignkit-6/sm90"):
         bisect.bisect(bisect.Options("aligned-megatron", "hf", tmp_path / "out", tokens=path))
     ours = contract_id("cuda" if torch.cuda.is_available() else "cpu")
     tokens.check_contract(

@@ -345,7 +345,9 @@ def test_tp_defaults_to_1_on_one_gpu(tmp_path, monkeypatch):
         monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
     assert run.Options(out=tmp_path).tp == 1
     if installed("vllm") and installed("megatron.core"):
-        with pytest.raises(InputError, match="tp: at most 1 ranks fit on this machine's GPUs, got 2"):
+        with pytest.raises(
+            InputError, match="tp: must be at most 1, the number of ranks that fit on this machine's GPUs, got 2"
+        ):
             run.run(run.Options(out=tmp_path / "out", tp=2), run.Progress())
     monkeypatch.setenv("ALIGNKIT_RANKS_PER_GPU", "4")
     assert run.Options(out=tmp_path).tp == 2
@@ -359,18 +361,18 @@ def test_training_layouts_are_compared_with_a_batch(tmp_path, monkeypatch):
     assert [r.training for r in rows if not r.patched and r.dtype == "float32"] == ["tp1-te-packed", "tp1-pp2-padded"]
     assert {r.training: r.layout for r in rows}["tp2-sp-te-cp2-packed"] == dict(tp=2, ep=1, pp=1, cp=2, spec="te")
     for name in ("tp1", "te-packed", "tp1-pp2-te-packed", "tp1-te-packed "):
-        with pytest.raises(InputError, match=r"training: expected the form tp1.*, got"):
+        with pytest.raises(InputError, match=r"training: expected the form tpN.*, got"):
             plan.against_batch(["bfloat16"], [name])
     if installed("vllm") and installed("megatron.core"):
         for name, why in (
             ("tp1-pp3-padded", "pp: must divide the model's 4 layers, got 3"),
-            ("tp1-cp3-one", "cp: 3 ranks"),
+            ("tp1-cp3-one", "cp: must divide query heads = 8, got 3"),
         ):
             with pytest.raises(InputError, match=why):
                 run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
         for module in ("run", "machine"):
             monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
-        with pytest.raises(InputError, match="training: .* at most 1 GPUs on this machine, got one that needs 2"):
+        with pytest.raises(InputError, match="training: every engine must fit on 1 GPUs .*, got one that needs 2"):
             run.run(run.Options(out=tmp_path / "out", trainings=["tp1-pp2-padded"]), run.Progress())
 
 
@@ -667,14 +669,14 @@ def test_an_unsupported_model_is_rejected(alignkit, tmp_path, config, message):
 def test_a_foreign_output_directory_is_rejected(alignkit, tmp_path):
     (tmp_path / "logs").mkdir()
     status, _, err = alignkit("check", "--out", tmp_path, "--no-report")
-    assert status == 3 and "must be empty or hold only results of alignkit check" in err
+    assert status == 3 and "must be new, empty, or hold results of an earlier alignkit check" in err
     assert [p.name for p in tmp_path.iterdir()] == ["logs"]
 
 
 def test_check_rejects_a_directory_of_bisect_results(tmp_path):
     run.prepare(tmp_path, command="bisect")
     run.check_out(tmp_path, "bisect")
-    with pytest.raises(InputError, match="must be empty or hold only results of alignkit check"):
+    with pytest.raises(InputError, match="must be new, empty, or hold results of an earlier alignkit check"):
         run.check_out(tmp_path)
 
 
@@ -701,7 +703,7 @@ def test_environment_variables_are_validated_before_engines_start(alignkit, tmp_
         (dict(tp=3), "tp: must divide .*heads = .*, got 3"),
         (dict(tp=0), "tp: must be positive, got 0"),
         (dict(max_tokens=0), "max_tokens: must be positive, got 0"),
-        (dict(max_tokens=4000), "max_tokens: sequences must fit .* got 4300 tokens"),
+        (dict(max_tokens=4000), "max_tokens: must be at most 3796 .* got 4000"),
         (dict(dtypes=["float16"]), "dtype"),
         (dict(temperature=float("nan")), "temperature: .*, got nan"),
         (dict(temperature=-1.0), "temperature: .*, got -1"),
@@ -794,7 +796,7 @@ def test_a_failed_engine_has_its_own_exit_status(alignkit, tmp_path, monkeypatch
 def test_a_missing_engine_is_named(alignkit, without_modules, tmp_path, module, named):
     without_modules(module)
     status, _, err = alignkit("check", "--out", tmp_path / "out", "--no-report")
-    assert status == 3 and f"needs {named}, which is not installed" in err and err.count("\n") == 1
+    assert status == 3 and f"requires {named}, which is not installed" in err and err.count("\n") == 1
 
 
 def test_a_missing_report_library_is_named(alignkit, without_modules, tmp_path):

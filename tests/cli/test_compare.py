@@ -30,6 +30,16 @@ def test_a_difference_exits_with_1_and_prints_the_worst_token(alignkit, files):
     assert "worst: sequence 0, position 1, token 6: rollout -2 (0xc0000000), training -2.5 (0xc0200000)" in out
 
 
+def test_nonfinite_logprobs_are_reported(alignkit, files):
+    status, out, _ = alignkit("compare", files("a", [-1.0, -2.0]), files("b", [-1.0, float("nan")]))
+    assert status == 1 and out.startswith("1 token with a nonfinite logprob is left out of the metrics below")
+
+
+def test_a_directory_is_rejected(alignkit, files, tmp_path):
+    status, _, err = alignkit("compare", files("a", [-1.0, -2.0]), tmp_path)
+    assert status == 3 and err.endswith(": is a directory, expected a logprob file\n")
+
+
 def test_json_output_has_the_metrics(alignkit, files):
     status, out, _ = alignkit("compare", "--json", files("a", [-1.0, -2.0]), files("b", [-1.0, float("nan")]))
     report = json.loads(out)
@@ -41,7 +51,11 @@ def test_json_output_has_the_metrics(alignkit, files):
 def test_a_contract_mismatch_is_rejected_unless_allowed(alignkit, files):
     a, b = files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0], contract="alignkit-1/cpu")
     status, out, err = alignkit("compare", a, b)
-    assert status == 3 and not out and err.startswith("error: contract: rollout has 'stock'")
+    assert (
+        status == 3
+        and not out
+        and err.startswith("error: contract: rollout and training must have the same contract id, got 'stock'")
+    )
     assert alignkit("compare", a, b, "--allow-contract-mismatch")[0] == 0
 
 

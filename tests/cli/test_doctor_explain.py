@@ -23,7 +23,7 @@ def test_the_command_lists_selected_skipped_and_valid_kernels(alignkit):
         "linear: family=sm90 backend=cuda rows=64 k=4096 n=6144 dtype=bf16 leaves=8"
     )
     assert "  selected    tree       alignkit.ops.linear.cuda" in lines
-    assert "  skipped     cublaslt   8 leaves: only chains are supported" in lines
+    assert "  skipped     cublaslt   leaves: must be 1, got 8" in lines
     assert "  also valid  tiles      slower than tree" in lines
 
 
@@ -57,7 +57,7 @@ def test_the_fallback_kernel_is_named():
     lines = list(explain("linear", LINEAR))
     assert kernels(lines, "also valid") == ["tiles"]
     assert "in a trial on the GPU" in next(line for line in lines if "selected  " in line)
-    assert next(line for line in lines if "also valid" in line).endswith("used if cublaslt declines")
+    assert next(line for line in lines if "also valid" in line).endswith("used if cublaslt's trial fails")
 
 
 def test_each_op_has_a_kernel_on_each_family():
@@ -151,8 +151,9 @@ def test_scattered_expert_matrices_select_each():
         ("attention", ["rows=64", "heads=32", "kv_heads=0", "head_dim=128"], "kv_heads: must divide heads = 32, got 0"),
         ("moe_experts", [], "op: 'moe_experts' consists of moe_pairs, moe_products"),
         ("linear", [*LINEAR, "h=3"], "h: unknown name; linear takes family, backend, rows"),
-        ("linear", [*LINEAR, "rows=3"], "rows: must be given once as name=value, got 'rows=3'"),
-        ("linear", [*LINEAR, "aligned"], "aligned: must be given once as name=value, got 'aligned'"),
+        ("linear", [*LINEAR, "rows=3"], "rows: given more than once, as 64 and 3"),
+        ("linear", [*LINEAR, "aligned"], "aligned: expected aligned=VALUE, got 'aligned'"),
+        ("linear", [*LINEAR, "aligned="], "aligned: value is missing, got 'aligned='"),
         ("linear", [*LINEAR, "dtype=int8"], "dtype: must be one of bf16, fp16, fp32, got 'int8'"),
         ("linear", [*LINEAR, "leaves=3"], "leaves: must divide k = 4096, got 3"),
         ("linear", ["rows=-1", "k=64", "n=64"], "rows: must be an integer >= 0, got '-1'"),

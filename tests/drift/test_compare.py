@@ -92,11 +92,20 @@ def test_large_sequence_differences_do_not_overflow():
 @pytest.mark.parametrize(
     "kwargs, message",
     [
-        (dict(values=[[-1.0, -2.0]], tokens=[[5, 8]]), "tokens: sequence 0, position 1: token id 6 in rollout, 8"),
-        (dict(values=[[-1.0]], tokens=[[5]]), "tokens: sequence 0 has 2 token ids in rollout, 1 in training"),
-        (dict(values=[[-1.0, -2.0]] * 2, tokens=[[5, 6]] * 2), "prompts: rollout has 1 sequences, training 2"),
+        (
+            dict(values=[[-1.0, -2.0]], tokens=[[5, 8]]),
+            "tokens: sequence 0, position 1: token ids must be equal, got 6 in rollout and 8",
+        ),
+        (dict(values=[[-1.0]], tokens=[[5]]), "tokens: sequence 0: must have the same length in both, got 2 and 1"),
+        (
+            dict(values=[[-1.0, -2.0]] * 2, tokens=[[5, 6]] * 2),
+            "prompts: rollout and training must have the same number of sequences, got 1 and 2",
+        ),
         (dict(values=[[-1.0, -2.0]], tokens=[[5, 6]], prompts=[[1, 3]]), "prompts: sequence 0, position 1"),
-        (dict(values=[[-1.0, -2.0]], tokens=[[5, 6]], contract="alignkit-1/cpu"), "contract: rollout has 'stock'"),
+        (
+            dict(values=[[-1.0, -2.0]], tokens=[[5, 6]], contract="alignkit-1/cpu"),
+            "contract: rollout and training must have the same contract id, got 'stock'",
+        ),
     ],
 )
 def test_mismatched_sides_are_rejected(kwargs, message):
@@ -152,7 +161,7 @@ def test_compare_tensors_accepts_bf16_and_detaches():
         ),
         (torch.zeros(1, 3), torch.zeros(1, 3), torch.ones(3), "mask: expected shape"),
         (torch.zeros(1, 3), torch.zeros(1, 3), torch.full((1, 3), 0.5), "mask: expected only the values 0 and 1"),
-        (torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, 3), "mask: selects no token"),
+        (torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, 3), "mask: must select at least one token"),
         (torch.zeros(0, 3), torch.zeros(0, 3), None, "rollout_logp: must not be empty"),
     ],
 )

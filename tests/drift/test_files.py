@@ -150,7 +150,9 @@ def test_a_huge_header_is_not_read(tmp_path):
     write_sparse_file(tmp_path / "a", b'{"__metadata__": {"meta": "' + b"x" * (50 << 20) + b'"}}', 60 << 20)
 
     def assert_rejected():
-        with pytest.raises(InputError, match="a: the header of a logprob file has at most .* bytes, got 524288[0-9]*"):
+        with pytest.raises(
+            InputError, match="a: the safetensors header of a logprob file must have at most .* bytes, got 524288[0-9]*"
+        ):
             load(tmp_path / "a")
 
     assert peak_bytes(assert_rejected) < 1 << 20

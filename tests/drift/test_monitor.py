@@ -676,7 +676,7 @@ def test_invalid_replays_are_rejected(tmp_path):
     with open(path, "wb") as file:  # a sparse header of 512 MiB
         file.write((2**29).to_bytes(8, "little"))
         file.truncate(2**29 + 8)
-    assert_rejected("header of a replay has at most")
+    assert_rejected("header of a replay must have at most")
     for change, match in (
         ({"format": "other"}, "not a replay"),
         ({"format_version": "9"}, "format_version: .*, got '9'"),

@@ -170,7 +170,7 @@ def test_sequences_without_sampled_tokens_have_no_logprobs(mode, checkpoint, row
         (
             {"cp": 2, "patched": False},
             UnsupportedError,
-            "cp: alignkit check runs stock Megatron-core with cp = 1 only, got 2",
+            "cp: must be 1 for stock Megatron-core in alignkit check, got 2",
         ),
         ({"spec": "apex"}, InputError, "spec: expected one of local, te, got 'apex'"),
         ({"spec": "te"}, UnsupportedError, "spec: te requires TransformerEngine"),

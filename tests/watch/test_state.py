@@ -63,7 +63,7 @@ def test_a_truncated_or_replaced_file_is_reread(tmp_path):
 def test_an_empty_directory_is_accepted_and_a_missing_one_rejected(tmp_path):
     data = Watched(tmp_path).refresh()
     assert (data["tokens"], data["ranks"], data["first_difference"], data["latest"]) == (0, [], None, None)
-    with pytest.raises(InputError, match="DIR: .*absent is not a directory"):
+    with pytest.raises(InputError, match="DIR: must be an existing directory, got .*absent"):
         Watched(tmp_path / "absent")
 
 

@@ -302,7 +302,8 @@ def _load_json(path: Path) -> dict:
         raise InputError(f"{path}: not a recording: format={FORMAT!r} is missing")
     if about.get("format_version") != FORMAT_VERSION:
         raise InputError(
-            f"{path}: format_version: this alignkit reads {FORMAT_VERSION}, got {about.get('format_version')!r:.50}"
+            f"{path}: format_version: must be {FORMAT_VERSION!r} for this version of alignkit, "
+            f"got {about.get('format_version')!r:.50}"
         )
     for name, kind in _ABOUT.items():
         if not isinstance(about.get(name), kind):

@@ -34,7 +34,7 @@ ENGINES = {
 _MODULES = {
     "vllm": ("vLLM", "vllm"),
     "megatron": ("Megatron-core", "megatron.core"),
-    "hf": ("transformers", "transformers"),
+    "hf": ("the package transformers", "transformers"),
 }
 MODES = ("padded", "one", "packed")
 
@@ -88,24 +88,32 @@ def parse_side(text: str) -> Side:
         )
     engine, patched = ENGINES[name]
     side = Side(text, engine, patched)
+    forms = {
+        "tp=N": engine != "hf",
+        "chunk=N": engine == "vllm",
+        "batch_invariant=1": name == "stock-vllm",
+        "mode=MODE": engine != "vllm",
+    }
+    known = {form.partition("=")[0]: form for form, supported in forms.items() if supported}
     for setting in filter(None, settings.split(",")):
-        key, _, value = setting.partition("=")
-        if key == "mode" and engine != "vllm":
-            if value not in MODES or (value == "packed" and name != "aligned-megatron"):
-                raise InputError(
-                    f"side: {text}: mode: {name} does not support {value!r}. Only aligned-megatron supports packed."
-                )
+        key, separator, value = setting.partition("=")
+        if key not in known:
+            raise InputError(f"side: {text}: {name} has no setting {key!r}, its settings are {', '.join(known)}")
+        if not separator:
+            raise InputError(f"side: {text}: {key}: expected {known[key]}, got {setting!r}")
+        if key == "mode":
+            modes = [mode for mode in MODES if mode != "packed" or name == "aligned-megatron"]
+            if value not in modes:
+                raise InputError(f"side: {text}: mode: must be {' or '.join(modes)} for {name}, got {value!r}")
             side.mode = value
-        elif key == "batch_invariant" and name == "stock-vllm":
+        elif key == "batch_invariant":
             if value != "1":
                 raise InputError(f"side: {text}: batch_invariant: must be 1, got {value!r}")
             side.batch_invariant = True
-        elif (key == "tp" and engine != "hf") or (key == "chunk" and engine == "vllm"):
+        else:
             if not value.isdecimal() or not 0 < int(value) < 2**20:
                 raise InputError(f"side: {text}: {key}: must be an integer in [1, 2^20), got {value!r}")
             setattr(side, key, int(value))
-        else:
-            raise InputError(f"side: {text}: {name} has no setting {key!r}")
     return side
 
 
@@ -276,11 +284,11 @@ def _check(options: Options, sides: list[Side]) -> None:
         if side.engine:
             name, module = _MODULES[side.engine]
             if not installed(module):
-                raise UnsupportedError(f"side: {side.name} needs {name}, which is not installed")
+                raise UnsupportedError(f"{side.name} requires {name}, which is not installed")
             if problem := no_room(side.tp):
                 raise InputError(f"tp: {problem}")
             if side.batch_invariant and not gpus():
-                raise UnsupportedError("batch_invariant: vLLM supports this mode on GPUs only")
+                raise UnsupportedError("batch_invariant: requires a GPU, got none")
         elif options.out.exists() and options.out.resolve() in side.directory.resolve().parents:
             raise InputError(f"out: must not contain the input recording {side.directory}, got {options.out}")
     if options.dtype not in plan.DTYPES:
@@ -298,15 +306,16 @@ def _check(options: Options, sides: list[Side]) -> None:
             raise InputError("decode: at least one side must be a vLLM engine")
         if any(side.directory for side in sides):
             raise InputError(
-                "decode: not supported with a recording, since vLLM cannot be made to sample the recorded tokens"
+                "decode: must be 0 if a side is a recording, because vLLM cannot be made to sample the recorded tokens"
             )
         if options.swap and decoding.stock:
             raise UnsupportedError(
-                f"swap: not supported with decode on {decoding.name}, which could sample other tokens after the swap"
+                f"swap: requires decode = 0, got {options.decode}: "
+                f"after the swap, {decoding.name} could sample other tokens"
             )
     require_environment()
     if options.budget < 2**16:
-        raise InputError(f"budget: must be at least {2**16} bytes, got {options.budget}")
+        raise InputError(f"budget: must be at least {2**16 / 2**20} MiB, got {options.budget / 2**20:g} MiB")
     if not 0 <= options.seed < 2**32:
         raise InputError(f"seed: must be in [0, 2^32), got {options.seed}")
     if not options.timeout > 0:
@@ -335,13 +344,18 @@ def _check_sides(options: Options, sides: list[Side], arch: Architecture) -> Non
         if side.engine:
             arch.check_tp(side.tp)
         if arch.experts and side.engine == "hf":
-            raise UnsupportedError(f"{side.name}: recording MoE models ({arch.family}) is not supported")
-    if arch.dense_layers or arch.score != "softmax":
+            raise UnsupportedError(f"model: must be dense for side {side.name}, got the MoE family {arch.family}")
+    if arch.score != "softmax":
         raise UnsupportedError(
-            f"model: {arch.family}: bisect supports MoE models with experts in all layers and a softmax router only"
+            f"model: an MoE model must have a softmax router for bisect, got {arch.score} ({arch.family})"
+        )
+    if arch.dense_layers:
+        raise UnsupportedError(
+            f"model: an MoE model must have experts in all layers for bisect, got dense layers "
+            f"{', '.join(map(str, sorted(arch.dense_layers)))} ({arch.family})"
         )
     if arch.experts and options.swap is not None:
-        raise UnsupportedError(f"swap: not supported for MoE models ({arch.family})")
+        raise UnsupportedError(f"swap: must be omitted for MoE models ({arch.family}), got {options.swap}")
 
 
 def _sequences(
@@ -351,16 +365,26 @@ def _sequences(
         sequences, replay = tokens.read(options.tokens)
         if replay is not None:
             tokens.check_contract(options.tokens, replay, any(side.engine and not side.stock for side in sides))
-        if any(one.sequences != sequences for one in recordings.values()):
-            raise InputError(f"tokens: {options.tokens} and the recording must have the same sequences")
+        for i, one in recordings.items():
+            if one.sequences != sequences:
+                raise InputError(
+                    f"tokens: the sequences in {options.tokens} must equal those of the recording "
+                    f"{sides[i].directory}; omit --tokens to use the recording's"
+                )
     elif recordings:
         sequences = next(iter(recordings.values())).sequences
     else:
         sequences = plan.draw_prompts(arch.vocab if arch else VOCAB, options.seed, LENGTHS)
-    if not sequences or not all(sequences):
-        raise InputError("tokens: at least one sequence is required, and none may be empty")
-    if len(set(map(tuple, sequences))) < len(sequences):
-        raise InputError("tokens: sequences must be distinct, since a prompt identifies its rows")
+    if not sequences:
+        raise InputError("tokens: at least one sequence is required, got none")
+    if not all(sequences):
+        raise InputError(f"tokens: sequences must not be empty, but sequence {sequences.index([])} is")
+    first: dict[tuple[int, ...], int] = {}
+    for i, sequence in enumerate(sequences):
+        if (equal := first.setdefault(tuple(sequence), i)) != i:
+            raise InputError(
+                f"tokens: sequences must be distinct, but sequences {equal} and {i} are equal; remove one of them"
+            )
     if len(recordings) < 2:
         vocab, positions = (arch.vocab, arch.max_position) if arch else (VOCAB, MAX_POSITION)
         if max(map(max, sequences)) >= vocab:
@@ -369,7 +393,10 @@ def _sequences(
             )
         longest = max(map(len, sequences)) + options.decode + 1
         if longest > positions:
-            raise InputError(f"tokens: sequences must fit the model's {positions} positions, got {longest}")
+            raise InputError(
+                f"tokens: a sequence must have at most {positions - options.decode - 1} tokens to fit the model's "
+                f"{positions} positions, got {max(map(len, sequences))}"
+            )
     return sequences
 
 

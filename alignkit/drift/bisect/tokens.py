@@ -33,7 +33,7 @@ def check_contract(path: Path, loaded: Replay, aligned: bool) -> None:
     theirs = loaded.info.get("contract")
     if aligned and theirs not in (ours, [ours, ours]):
         raise InputError(
-            f"{path}: contract: aligned engines on this machine have {ours!r}, the replay has {theirs!r:.200}"
+            f"{path}: contract: must be {ours!r}, that of aligned engines on this machine, got {theirs!r:.200}"
         )
 
 

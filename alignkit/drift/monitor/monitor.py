@@ -82,8 +82,10 @@ class Monitor:
         if type(rank) is not int or not 0 <= rank <= MAX_RANK:
             raise InputError(f"rank: expected an int in [0, {MAX_RANK}], got {rank!r:.80}")
         meta = dict(meta or {})
-        if not all(isinstance(x, str) for pair in meta.items() for x in pair) or len(json.dumps(meta)) > _MAX_META:
-            raise InputError(f"meta: expected string keys and values with at most {_MAX_META} characters as JSON")
+        if not all(isinstance(x, str) for pair in meta.items() for x in pair):
+            raise InputError("meta: expected strings as keys and values, got other types")
+        if len(json.dumps(meta)) > _MAX_META:
+            raise InputError(f"meta: must have at most {_MAX_META} characters as JSON, got {len(json.dumps(meta))}")
         self.contract = _one_contract(contract)
         self.rank = rank
         self.directory = Path(directory)
@@ -187,14 +189,15 @@ class Monitor:
             optional = name in ("mask", "tokens")
             if not isinstance(x, torch.Tensor) and not (optional and x is None):
                 raise InputError(f"{name}: expected a tensor{' or None' if optional else ''}, got {type(x).__name__}")
-        if tokens is not None and (tokens.dtype not in (torch.int64, torch.int32) or tokens.shape != train_logp.shape):
-            raise InputError(
-                f"tokens: expected torch.int64 or torch.int32 of train_logp's shape {list(train_logp.shape)}, "
-                f"got {tokens.dtype} of shape {list(tokens.shape)}"
-            )
+        if tokens is not None and tokens.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"tokens: expected torch.int64 or torch.int32, got {tokens.dtype}")
+        if tokens is not None and tokens.shape != train_logp.shape:
+            raise InputError(f"tokens: expected train_logp's shape {list(train_logp.shape)}, got {list(tokens.shape)}")
         for name, x in (context or {}).items():
-            if not (isinstance(name, str) and CONTEXT_NAME.fullmatch(name) and isinstance(x, torch.Tensor)):
-                raise InputError(f"context: expected tensors under names of letters, digits and _, got {name!r:.80}")
+            if not (isinstance(name, str) and CONTEXT_NAME.fullmatch(name)):
+                raise InputError(f"context: names must consist of letters, digits and _, got {name!r:.80}")
+            if not isinstance(x, torch.Tensor):
+                raise InputError(f"context: {name}: expected a tensor, got {type(x).__name__}")
         # CPU tensors may have been computed on any device; a GPU tensor must match its own device's contract.
         for name, x in (("rollout_logp", rollout_logp), ("train_logp", train_logp)):
             if self.contract != "stock" and not on_host(x.device) and self.contract != contract_id(x.device):
@@ -279,8 +282,7 @@ def _one_contract(contract: str | tuple[str, str]) -> str:
         )
     if len(set(ids)) > 1:
         raise InputError(
-            f"contract: rollout has {ids[0]!r}, training has {ids[-1]!r}; "
-            "bits of different contracts are not comparable"
+            f"contract: rollout and training must have the same contract id, got {ids[0]!r} and {ids[-1]!r}"
         )
     return ids[0]
 

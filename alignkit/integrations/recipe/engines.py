@@ -54,15 +54,21 @@ OF_THE_MODEL = frozenset("context_parallel_size num_query_groups params_dtype pi
 """Fields that are objects or depend on the model's sizes, checked when the model is built."""
 
 
+def requirement(allowed: tuple[Any, ...], feature: str) -> str:
+    """Return the reason against other values than `allowed`, which enable the feature; no values: must be unset."""
+    return f"must be {' or '.join(map(str, allowed)) or 'unset'} ({feature})"
+
+
 def vllm_refusal(field: str, value: Any) -> str | None:
     """Return why vLLM's engine does not support `value` in an argument, or None."""
     if value in (None, False):
         return None
     if field in ALLOWED:
-        return None if value in ALLOWED[field][0] else ALLOWED[field][1]
+        allowed, feature = ALLOWED[field]
+        return None if value in allowed else requirement(allowed, feature)
     table = next((table for _, table in vllm.PARTS if field in table.fields), None)
     if table is None:
-        return None if field in FREE else "unknown argument"
+        return None if field in FREE else "unknown argument of vLLM"
     context = SimpleNamespace(config=SimpleNamespace(model_config=SimpleNamespace(dtype="bfloat16")), version=None)
     for row in table.rows_for([field], lambda _: None):
         if field not in LATER and (refusal := row.refusal(value, context)) is not None:
@@ -92,7 +98,7 @@ ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "calculate_kv_scales": ((), "a quantized KV cache"),
     "kv_transfer_config": ((), "KV cache transfer"),
     "enable_sequence_parallel": ((), "sequence parallelism by vLLM's compiler"),
-    "enable_flashinfer_autotune": ((True,), "unknown argument"),
+    "enable_flashinfer_autotune": ((True,), "FlashInfer autotuning"),
 }
 """Engine argument that sets part of a configuration -> (supported values, the feature that other values enable)."""
 

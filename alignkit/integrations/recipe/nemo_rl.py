@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
-from .engines import megatron_refusal, model, vllm_refusal
+from .engines import megatron_refusal, model, requirement, vllm_refusal
 from .reading import Recipe, Setting
 
 ENABLING_SETTING = ("PYTHONPATH", "$(python -m alignkit.integrations.startup):$PYTHONPATH")
@@ -25,7 +25,7 @@ MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "policy.quant_cfg": ((None,), "quantization", "remove it"),
     "policy.router_replay.enabled": ((False,), "routing replay (MoE)", "remove it"),
     "policy.generation.refit_transport": ((None, "ipc", "nccl"), "it uses custom vLLM workers", "remove it"),
-    "distillation.topk_logits_k": ((), "distillation from logits", ""),
+    "distillation.topk_logits_k": ((), "distillation from logits", "remove it"),
 }  # fmt: skip
 """Key -> (supported values, the reason against others, the remedy)."""
 
@@ -77,7 +77,7 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
         elif key == "policy.generation.vllm_cfg.expert_parallel_size":
             ranks = recipe.get("policy.generation.vllm_cfg.tensor_parallel_size", 1)
             good = setting.value in (1, ranks)
-            why = f"data parallelism inside vLLM: must be 1 or tensor_parallel_size ({ranks})"
+            why = f"must be 1 or tensor_parallel_size = {ranks} (data parallelism inside vLLM)"
             yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why)
         elif key == "policy.generation.temperature":
             mode = "policy.generation.vllm_cfg.logprobs_mode"
@@ -102,8 +102,9 @@ def uses_megatron(recipe: Recipe) -> bool:
 
 def _training(setting: Setting, name: str, others: dict[str, Any]) -> Finding:
     if name in OWN:
-        allowed, why = OWN[name]
-        return Finding(setting, PASSES, "") if setting.value in allowed else Finding(setting, REFUSED, why)
+        allowed, feature = OWN[name]
+        good = setting.value in allowed
+        return Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, requirement(allowed, feature))
     if FREE.fullmatch(name):
         return Finding(setting, PASSES, "")
     field, value = name.removeprefix("model_overrides."), setting.value

@@ -35,7 +35,9 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
                 else Finding(setting, REFUSED, "training recomputes logprobs from the tokens alone")
             )
         elif key in _DROPOUT:
-            yield (Finding(setting, PASSES, "") if not setting.value else Finding(setting, REFUSED, "dropout"))
+            yield (
+                Finding(setting, PASSES, "") if not setting.value else Finding(setting, REFUSED, "must be 0 (dropout)")
+            )
         elif key in _MEGATRON:
             why = megatron_refusal(_FIELDS.get(key, key[2:].replace("-", "_")), setting.value, others)
             yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
-from .engines import megatron_refusal, model, vllm_refusal
+from .engines import megatron_refusal, model, requirement, vllm_refusal
 from .reading import Recipe, Setting
 
 ENABLING_SETTING = ("actor_rollout_ref.model.external_lib", "alignkit.integrations.verl")
@@ -18,7 +18,7 @@ MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     _ROLLOUT + "name": (("vllm",), "only vLLM is supported", "set it to vllm"),
     _ROLLOUT + "top_p": ((1, 1.0), "training recomputes logprobs from the tokens alone", "set it to 1"),
     _ROLLOUT + "top_k": ((-1, 0), "training recomputes logprobs from the tokens alone", "set it to -1"),
-    _ROLLOUT + "dtype": (("bfloat16", "float32"), "", "set it to bfloat16"),
+    _ROLLOUT + "dtype": (("bfloat16", "float32"), "must be bfloat16 or float32", "set it to bfloat16"),
     _ROLLOUT + "quantization": ((None,), "quantization", "remove it"),
     _ROLLOUT + "qat.enable": ((False,), "quantization", "remove it"),
     _ROLLOUT + "full_determinism": ((False,), "it sets VLLM_BATCH_INVARIANT=1 (other kernels)", "remove it"),
@@ -36,7 +36,7 @@ MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
         ("gae", "grpo", "grpo_vectorized", "grpo_passk", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
          "remax", "rloo", "rloo_vectorized", "opo", "gdpo"),
         "it computes a sum over the vocabulary that is not aligned, or is unknown",
-        "",
+        "set it to gae, grpo, rloo or another supported estimator (docs/verl.md)",
     ),
     "distillation.enabled": ((False,), "distillation from logits", "remove it"),
 }  # fmt: skip
@@ -139,8 +139,9 @@ def _setting(setting: Setting, recipe: Recipe, others: dict[str, Any]) -> Iterat
 
 def _training(setting: Setting, name: str, others: dict[str, Any]) -> Finding:
     if name in OWN:
-        allowed, why = OWN[name]
-        return Finding(setting, PASSES, "") if setting.value in allowed else Finding(setting, REFUSED, why)
+        allowed, feature = OWN[name]
+        good = setting.value in allowed
+        return Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, requirement(allowed, feature))
     if FREE.fullmatch(name):
         return Finding(setting, PASSES, "")
     why = megatron_refusal(name.removeprefix("override_transformer_config."), setting.value, others)

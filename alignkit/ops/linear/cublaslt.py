@@ -114,7 +114,7 @@ def _layout(t: Operand) -> tuple[bool, int] | None:
 def rejects(p: Product) -> str | None:
     """Return why cuBLASLt is not used for a GEMM, or None."""
     if p.leaves > 1:
-        return f"{p.leaves} leaves: only chains are supported"
+        return f"leaves: must be 1, got {p.leaves}"
     (_, _, a_type, _), (_, _, b_type, _), (_, _, out_type, _) = p.a, p.b, p.out
     if a_type not in (torch.bfloat16, torch.float16) or b_type != a_type or out_type not in (a_type, torch.float32):
         return "dtypes: operands must both be bf16 or fp16, out of that dtype or fp32"
@@ -123,7 +123,7 @@ def rejects(p: Product) -> str | None:
     if p.bias is not None and (p.bias[2] != out_type or not p.bias_is_dense):
         return "the bias must be contiguous and of out's dtype"
     if not p.k:
-        return "k is 0"
+        return "k: must be at least 1, got 0"
     layouts = _layout(p.a), _layout(p.b), _layout(p.out)
     if None in layouts or not layouts[2][0]:
         return "strides that cuBLASLt does not support efficiently"

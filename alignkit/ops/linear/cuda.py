@@ -46,9 +46,9 @@ def unsupported(p: Product, rows: int | None = None) -> str | None:
     if p.accumulate:
         return "accumulation into out is not supported"
     if not p.m or (rows is not None and p.m > rows):
-        return f"{p.m} rows: must be 1 to {rows}" if rows else "no rows"
+        return f"rows: must be {f'1 to {rows}' if rows else 'at least 1'}, got {p.m}"
     if not p.k:
-        return "k is 0"
+        return "k: must be at least 1, got 0"
     for name, t in (("x", p.a), ("weight", p.b)):
         if not tma_bf16(t):
             return f"{name} must be bf16 with contiguous, 16-byte aligned rows (TMA)"
@@ -66,34 +66,34 @@ def _unsupported_bias(p: Product) -> str | None:
 def few_rejects(p: Product) -> str | None:
     """Return why `few` is not used for a GEMM, or None."""
     if p.n < FEW_MIN_OUTPUTS:
-        return f"{p.n} outputs: must be at least {FEW_MIN_OUTPUTS}"
+        return f"n: must be at least {FEW_MIN_OUTPUTS}, got {p.n}"
     if p.out[2] != torch.float32:
         return "out must be fp32"
     if p.leaves > 1:
-        return f"{p.leaves} leaves: only chains are supported"
+        return f"leaves: must be 1, got {p.leaves}"
     return "a bias is not supported" if p.bias is not None else unsupported(p, FEW_ROWS)
 
 
 def narrow_rejects(p: Product) -> str | None:
     """Return why `narrow` is not used for a GEMM, or None."""
     if p.n > NARROW_OUTPUTS:
-        return f"{p.n} outputs: must be at most {NARROW_OUTPUTS}"
-    return f"k = {p.k}: must be at least {NARROW_MIN_K}" if p.k < NARROW_MIN_K else narrow_unsupported(p)
+        return f"n: must be at most {NARROW_OUTPUTS}, got {p.n}"
+    return f"k: must be at least {NARROW_MIN_K}, got {p.k}" if p.k < NARROW_MIN_K else narrow_unsupported(p)
 
 
 def narrow_unsupported(p: Product) -> str | None:
     """Return why `narrow` cannot compute a GEMM, or None."""
     if p.leaves > 1:
-        return f"{p.leaves} leaves: only chains are supported"
+        return f"leaves: must be 1, got {p.leaves}"
     return _unsupported_bias(p) or unsupported(p, NARROW_ROWS)
 
 
 def tree_unsupported(p: Product) -> str | None:
     """Return why `tree` cannot compute a GEMM with any split, or None."""
     if p.leaves not in (2, 4, 8):
-        return f"{p.leaves} leaves: must be 2, 4 or 8"
+        return f"leaves: must be 2, 4 or 8, got {p.leaves}"
     if p.k % (p.leaves * MMA_K):
-        return f"leaves of {p.k // p.leaves} k: must be a multiple of {MMA_K}"
+        return f"k / leaves = {p.k} / {p.leaves}: must be a multiple of {MMA_K}, got {p.k // p.leaves}"
     return _unsupported_bias(p) or unsupported(p)
 
 

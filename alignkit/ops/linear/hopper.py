@@ -425,7 +425,7 @@ def rejects(p: Product) -> str | None:
     """Return why this kernel is not used for a GEMM, or None."""
     least = SMALL_M if p.leaves == 1 else ROWS.value
     if p.m <= least:
-        return f"{p.m} rows: must be more than {least}"
+        return f"rows: must be at least {least + 1}, got {p.m}"
     if (why := unsupported(p)) is not None or p.m > SMALL_M:
         return why
     problem = round_up_rows(p.m), p.n, p.k, p.leaves
@@ -439,9 +439,9 @@ def unsupported(p: Product) -> str | None:
     if {p.a[2], p.b[2]} != {torch.bfloat16}:
         return "operands must be bf16"
     if p.leaves not in (1, 2, 4, 8):
-        return f"{p.leaves} leaves: must be 1, 2, 4 or 8"
+        return f"leaves: must be 1, 2, 4 or 8, got {p.leaves}"
     if not p.k or p.k % (p.leaves * MMA_K):
-        return f"leaves of {p.k // p.leaves} k: must be a multiple of {MMA_K}"
+        return f"k / leaves = {p.k} / {p.leaves}: must be a multiple of {MMA_K}, got {p.k // p.leaves}"
     if not all(map(tma_compatible, (p.a, p.b, p.out))):
         return "strides or addresses that TMA does not support"
     return None
