@@ -1,7 +1,8 @@
-"""Hashes of the kernel sources.
+"""Hashes of files, mainly of the kernel sources. Every byte counts, unlike in the source digest of benchmarks.
 
-setup.py loads this file by its path, so it imports nothing from alignkit. setup.py writes the hashes to
-built.json and into the libraries; `runtime.built` compares them. A change of the digest requires a rebuild.
+setup.py loads this file by its path, so it imports nothing from alignkit. setup.py writes the hashes of the kernel
+sources to built.json and into the libraries. Another digest requires a rebuild (`runtime.built`) and, for versions of
+torch or Triton that are not validated, another golden test (`runtime.validated`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".inl")
+"""Suffixes of kernel sources."""
 BUILT = "built.json"
 """Name of the file in an installed package that holds the hashes of the sources it was built from."""
 

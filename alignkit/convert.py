@@ -63,7 +63,9 @@ def check_weights(arch: Architecture, weights: Mapping[str, torch.Tensor]) -> No
         names.add(name)
     unknown = sorted(name for name in weights if name not in names and not _is_ignored(arch, name))
     if unknown:
-        raise UnsupportedError(f"model: {len(unknown)} tensors do not belong to {arch.family}, first {unknown[0]!r}")
+        raise UnsupportedError(
+            f"model: the checkpoint has {len(unknown)} tensors that {arch.family} does not have, first {unknown[0]!r}"
+        )
     if arch.tied and "lm_head.weight" in weights:
         head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
         if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or not torch.equal(
@@ -71,7 +73,7 @@ def check_weights(arch: Architecture, weights: Mapping[str, torch.Tensor]) -> No
         ):
             raise InputError(
                 "tie_word_embeddings: true, but the checkpoint's lm_head.weight differs from the embedding. "
-                "Set it to false in config.json if the model has a separate head"
+                "Set tie_word_embeddings to false in config.json if the model has a separate head"
             )
 
 

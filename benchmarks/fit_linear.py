@@ -2,8 +2,11 @@
 
 ``python benchmarks/fit_linear.py FILE...`` cross-validates by leaving one k-tree out at a time. For each, it prints the
 algorithm chosen by the constants fitted to the others, and the ratio of its time to the fastest measured algorithm's.
-The mean and the largest ratio follow, then the constants fitted to all k-trees. A time is weighted by the fastest
-algorithm's time divided by it.
+The mean and the largest ratio follow, then the constants fitted to all k-trees. A time's weight is the fastest
+algorithm's time over this time.
+
+Copy the printed constants to cost.py, then update tests/ops/test_linear_cost.py. `model` parses the algorithm names of
+lib/linear_algorithms.py; stored result files hold them.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ BEGIN = {
     "TILES": cost.Cost(3.0, 3.0, 0.1, element=0.002, copy=2e-5, task=0.3, sums=0.3, join=1.0),
     "MANY": cost.Many(start=5.0, step=0.3, join=0.3, given=1.0, taken=1.0),
 }
-"""Starting points of the search, rough so that they hold no information about the left-out k-tree; zeros stay fixed."""
+"""Starting points of the search.
+
+They are rough, so they hold no information about the left-out k-tree. A constant of 0 is not fitted.
+"""
 STEPS = (0.4, 0.2, 0.1, 0.05, 0.02)
-"""Step sizes of the search, in logarithms; a move changes one constant or two, which may compensate each other."""
+"""Steps of the search, in logarithms. A move changes one constant, or two at once because two may compensate."""
 
 Model = tuple[str, Callable[[], float]]
 """The name of the constants, and the time that their current values predict, in microseconds."""
@@ -46,12 +52,12 @@ def model(row: dict, name: str) -> Model | None:
             return "MANY", lambda: cost.MANY.of(m, n, k, leaves, sm_count, cut)
     if m > cuda.TREE_ROWS:
         return None
-    if found := re.fullmatch(r"tree parts=(\d)(?: (\d+)( below)?)?", name):
-        split = cuda.Split(int(found[1]), int(found[2] or 64), bool(found[3]))
+    if match := re.fullmatch(r"tree parts=(\d)(?: (\d+)( below)?)?", name):
+        split = cuda.Split(int(match[1]), int(match[2] or 64), bool(match[3]))
         if split in cuda.candidate_splits(m, leaves):
             return "CLUSTER" if split.parts == 1 else "PARTS", lambda: cuda.cost_of(m, n, k, leaves, split)
-    if found := re.fullmatch(r"tiles (\d+)x(\d+)x(\d+) parts=(\d)", name):
-        tile = cost.Tile(*map(int, found.groups()))
+    if match := re.fullmatch(r"tiles (\d+)x(\d+)x(\d+) parts=(\d)", name):
+        tile = cost.Tile(*map(int, match.groups()))
         if tile in cost.all_tiles(m, leaves):
             return "TILES", lambda: cost.tiles(m, n, k, leaves, tile)
     return None
@@ -63,8 +69,8 @@ def fit(rows: list[dict]) -> dict[str, float]:
     for row in rows:
         fastest = min(row["ways"].values())
         for name, ms in row["ways"].items():
-            if (found := model(row, name)) is not None:
-                data.setdefault(found[0], []).append((found[1], 1e3 * ms, fastest / ms))
+            if (modeled := model(row, name)) is not None:
+                data.setdefault(modeled[0], []).append((modeled[1], 1e3 * ms, fastest / ms))
     errors = {}
     for name, times in data.items():
         total = sum(weight for _, _, weight in times)
@@ -89,8 +95,8 @@ def fit(rows: list[dict]) -> dict[str, float]:
                 improved = False
                 for move in moves:
                     tried = best._replace(**{field: getattr(best, field) * by for field, by in move.items()})
-                    if (found := error(tried)) < least - 1e-6:
-                        best, least, improved = tried, found, True
+                    if (error_now := error(tried)) < least - 1e-6:
+                        best, least, improved = tried, error_now, True
         setattr(cost, name, best)
         errors[name] = least
     return errors
@@ -98,8 +104,8 @@ def fit(rows: list[dict]) -> dict[str, float]:
 
 def chosen(row: dict) -> tuple[float, str]:
     """Return the smallest predicted time, in microseconds, and the algorithm's name."""
-    found = ((name, model(row, name)) for name in row["ways"])
-    return min((each[1](), name) for name, each in found if each is not None)
+    models = ((name, model(row, name)) for name in row["ways"])
+    return min((modeled[1](), name) for name, modeled in models if modeled is not None)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,13 +2,13 @@
 
 A cell is a number of requests and their prompt length; all requests start together, in vLLM's default mode
 (torch.compile, CUDA graphs). Each engine starts once per tensor-parallel size and measures all cells. If a GPU has room
-for two engines, two run concurrently with interleaved repeats. vLLM generates dummy weights. The engines and sizes are
-those of ``cost.py``.
+for two engines, two run concurrently with interleaved repeats. vLLM generates dummy weights. Sizes and engine
+names are defined in ``cost.py``.
 
 Prefill is the time of the prompts with one sampled token each. Decode repeats the same prompts, which hit the prefix
-cache except for their last block. It is the difference between the times of `out` tokens and of an eighth of them, so
-that it contains decode steps alone. Values are medians of three repeats, and of more for cells with few tokens, whose
-steps are CPU-bound and vary more.
+cache except for their last block. The decode time is the time of `out` tokens minus the time of an eighth of them, so
+it contains decode steps alone. Values are medians of three repeats, and of more for cells with few tokens, whose steps
+are CPU-bound and vary more.
 
 benchmarks/results/h200/long.json, or moe.json for MoE models, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a
 row's ``run`` to its environment and the engines' startup times. The fields of a row, which ``tables.py`` reads:
@@ -44,6 +44,7 @@ from alignkit.check.terminal import interrupted_by_sigterm
 
 ENGINES = ("stock", "aligned", "batch_invariant")
 KEY = ("size", "engine", "tp", "requests", "prompt")
+"""Fields that identify a stored row; a new measurement replaces the row with equal fields."""
 WARM_UP = {"prompt": 16, "max_tokens": 8}
 """Warm-up of a cell: one prompt of full length, the others of this length, and tokens to sample per prompt."""
 LARGEST_GRAPH = 512
@@ -65,7 +66,7 @@ class Cell(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Return the tokens per prompt of the shorter of the two calls whose difference is decode."""
+        """Tokens per prompt of the shorter decode call; decode speed is the difference to the call of `out` tokens."""
         return 1 + self.out // 8
 
     def __str__(self) -> str:
@@ -73,11 +74,11 @@ class Cell(NamedTuple):
 
     def cases(self, repeats: int) -> list[dict]:
         """Return the cases of a ``cost_rollout`` job, with at least `repeats` repeats."""
-        tokens, factor = REPEAT_LIMITS
-        repeats = max(repeats, min(factor * repeats, tokens // (self.requests * self.prompt)))
+        prompt_tokens, factor = REPEAT_LIMITS
+        repeats = max(repeats, min(factor * repeats, prompt_tokens // (self.requests * self.prompt)))
         case = {"name": str(self), "lengths": [self.prompt] * self.requests, "profile": None, "repeats": repeats}
         timed = ((1, False), (self.first, True), (self.out, True))
-        return [case | {"max_tokens": tokens, "cached": cached} for tokens, cached in timed]
+        return [case | {"max_tokens": max_tokens, "cached": cached} for max_tokens, cached in timed]
 
     def warm_up(self) -> dict:
         lengths = [self.prompt, *[min(self.prompt, WARM_UP["prompt"])] * (self.requests - 1)]
@@ -85,8 +86,10 @@ class Cell(NamedTuple):
 
 
 OUT = 129
+"""Tokens to sample per prompt in the default cells."""
 DENSE = tuple(Cell(*cell, OUT) for cell in ((1, 30000), (8, 30000), (32, 8000), (64, 512), (1, 128)))
 EXPERTS = tuple(Cell(requests, 512, OUT) for requests in (1, 16, 64, 256))
+"""Default cells of dense models (DENSE) and of MoE models (EXPERTS)."""
 
 
 def side_by_side(size: dict, cells: list[Cell], tp: int) -> int:

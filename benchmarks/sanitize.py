@@ -73,7 +73,7 @@ _WITHOUT = {
     "racecheck": "cublaslt hopper gated_delta_rule",
     "initcheck": "cublaslt hopper gated_delta_rule",
 }
-"""Excluded GEMM providers, and ops whose CUDA kernels are excluded, by tool."""
+"""``ALIGNKIT_WITHOUT`` by tool: excluded kernels, and op folders whose CUDA kernels are excluded."""
 _OTHER_KERNELS = ("at6native", "_ZN7cutlass")
 _EXCLUDED = {
     "memcheck": _OTHER_KERNELS,

@@ -160,7 +160,9 @@ def make_checkpoint(
     if family.experts:
         config |= {family.experts.count[0]: experts, family.experts.top_k: top_k}
         if family.experts.normalize:
-            config[family.experts.normalize] = family.experts.normalizes if normalize_top_k is None else normalize_top_k
+            config[family.experts.normalize] = (
+                family.experts.normalize_published if normalize_top_k is None else normalize_top_k
+            )
         if family.experts.shared:
             config[family.experts.shared] = 2 if family.experts.shared_counts else shared_intermediate
         if dense_layers:

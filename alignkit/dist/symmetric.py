@@ -276,7 +276,7 @@ def _create_workspace(group: dist.ProcessGroup, device: torch.device) -> Workspa
         return None
     if len(set(counts)) > 1:
         # torch 2.11 numbers rendezvous per process, so unequal counts would deadlock (pytorch/pytorch#196082).
-        _warn_fallback("its ranks created different numbers of workspaces before")
+        _warn_fallback("the ranks of this group have set it up for different numbers of other groups")
         return None
     _created_count += 1
     memory = _together(group, lambda: allocate(dist.get_world_size(group), device))

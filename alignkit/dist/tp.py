@@ -247,8 +247,8 @@ class TP:
                 raise kind(f"{value} (in {op}, on rank {rank} of the {self.label} group)")
         if any(answer[0] != answers[0][0] for answer in answers):
             raise InputError(
-                f"ALIGNKIT_STRICT: differs between the ranks of the {self.label} group in {op}: "
-                f"{[answer[0] for answer in answers]}"
+                f"ALIGNKIT_STRICT: must be equal on all ranks of the {self.label} group, got "
+                f"{[answer[0] for answer in answers]} (in {op})"
             )
         return [value for _, _, value in answers]
 
@@ -267,7 +267,7 @@ class TP:
         for key in dict.fromkeys(key for one in seen for key in one):
             values = [one.get(key) for one in seen]
             if any(v != values[0] for v in values):
-                raise InputError(f"{key}: differs between the ranks of the {self.label} group in {op}: {values}")
+                raise InputError(f"{key}: must be equal on all ranks of the {self.label} group, got {values} (in {op})")
 
     def check_same_values(self, op: str, **tensors: torch.Tensor | None) -> None:
         """Require tensors to hold the same values on all ranks; shapes and dtypes were checked before.
@@ -287,12 +287,14 @@ class TP:
         if self.size == 1 or self.agreed or not given:
             return
         if strict() or all(families.on_host(t.device) for t in given.values()):
-            self.check_same(op, lambda: {f"{name}, its values": _digest(t) for name, t in given.items()})
+            self.check_same(op, lambda: {f"{name} (hash of its values)": _digest(t) for name, t in given.items()})
             return
         hashes = torch.stack([_value_hash(t) for t in given.values()])
         gathered = torch.stack(self.all_gather(hashes))
         for name, same in zip(given, (gathered == gathered[0]).all(dim=0).unbind(), strict=True):
-            torch._assert_async(same, f"{name}: its values differ between the ranks of the {self.label} group in {op}")
+            torch._assert_async(
+                same, f"{name}: its values must be equal on all ranks of the {self.label} group (in {op})"
+            )
 
 
 def check_same_across(
@@ -352,7 +354,9 @@ def check_same_values_across(groups: Sequence[TP], op: str, **tensors: torch.Ten
     """
     groups = [group for group in groups if group.size > 1 and not group.agreed]
     if groups and (strict() or all(families.on_host(t.device) for t in tensors.values())):
-        check_same_across(groups, op, lambda: {f"{name}, its values": _digest(t) for name, t in tensors.items()})
+        check_same_across(
+            groups, op, lambda: {f"{name} (hash of its values)": _digest(t) for name, t in tensors.items()}
+        )
         return
     for group in groups:
         group.check_same_values(op, **tensors)

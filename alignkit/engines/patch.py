@@ -51,7 +51,10 @@ class Patch:
             cls._live = live
         for name, value in options.items():
             if live.options[name] != value:
-                raise InputError(f"{name}: {value}, but {cls.engine} is patched with {live.options[name]}")
+                raise InputError(
+                    f"{name}: must be {live.options[name]}, with which {cls.engine} is already patched, got {value}. "
+                    "Undo that patch first"
+                )
         return live
 
     @classmethod
@@ -102,7 +105,7 @@ class Patch:
     def check_in_force(self, but: Iterable[str] = ()) -> None:
         """Raise UnsupportedError naming each name, except those in `but`, that other code has replaced since."""
         foreign = [
-            f"{replaced}: has been replaced since {self.command}, by {described(now)}"
+            f"{replaced}: was replaced after {self.command}, by {described(now)}. Undo that replacement"
             for replaced in self._replaced
             if replaced.name not in but and (now := vars(replaced.owner).get(replaced.name)) is not replaced.new
         ]

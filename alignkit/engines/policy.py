@@ -6,13 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-
-class _Required:
-    def __repr__(self) -> str:
-        return "(none: alignkit does not know this field)"
-
-
-REQUIRED = _Required()
+REQUIRED = object()
 """Sentinel: the default of a field that has none."""
 
 
@@ -40,7 +34,8 @@ def only(field: str, wanted: Any, label: str = "") -> Row:
     """Return the row of a field that must equal `wanted`. label: common name of the feature that the field enables."""
     name = f"{field} ({label})" if label else field
     shown = repr(wanted).replace("{", "{{").replace("}", "}}")
-    message = f"{name}: {{value!r}} is not supported, only {shown}"
+    requirement = "no value is supported, because alignkit does not know this field" if wanted is REQUIRED else ""
+    message = f"{name}: {requirement or f'must be {shown}'}, got {{value!r}}"
     return Row(field, lambda value, _: value == wanted, message)
 
 

@@ -21,7 +21,7 @@ import alignkit
 from alignkit.config import Config
 from alignkit.errors import UnsupportedError
 from alignkit.integrations.framework import Framework
-from alignkit.integrations.functions import require_known
+from alignkit.integrations.functions import require_tested
 
 ENV = Config.vllm.name
 
@@ -53,14 +53,14 @@ class Patch(Framework):
 
     def _logprobs(self, module) -> None:
         plain, chunked = module.DistributedLogprob, module.ChunkedDistributedLogprob
-        require_known("NeMo-RL", plain.forward, chunked.forward)
+        require_tested("NeMo-RL", plain.forward, chunked.forward)
         self.replace(module, "DistributedLogprob", SimpleNamespace(apply=logprob))
         self.replace(module, "ChunkedDistributedLogprob", SimpleNamespace(apply=chunked_logprob))
         for name in ("DistributedLogprobWithSampling", "ChunkedDistributedLogprobWithSampling"):
             self.replace(module, name, SimpleNamespace(apply=refuse_sampling))
 
     def _temperature(self, module) -> None:
-        require_known("NeMo-RL", module.apply_temperature_scaling)
+        require_tested("NeMo-RL", module.apply_temperature_scaling)
         self.replace(module, "apply_temperature_scaling", scaled)
 
     def _models(self, module) -> None:

@@ -25,7 +25,7 @@ from alignkit.dist import TP
 from alignkit.engines.hook_points import HookPoint, unresolved
 from alignkit.errors import UnsupportedError
 from alignkit.integrations.framework import Framework
-from alignkit.integrations.functions import require_known
+from alignkit.integrations.functions import require_tested
 from alignkit.integrations.recipe import check
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
@@ -86,7 +86,7 @@ class Patch(Framework):
 
         self.align(Megatron, alignkit.patch_megatron)
         stock = engine.MegatronEngineWithLMHead._lm_head_logits_processor
-        require_known("verl", stock)
+        require_tested("verl", stock)
         self.replace(engine.MegatronEngineWithLMHead, "_lm_head_logits_processor", logits_processor)
         self.replace(
             engine.MegatronEngine,
@@ -97,7 +97,7 @@ class Patch(Framework):
     def _fused(self, module) -> None:
         from alignkit.megatron import output_processor
 
-        require_known("verl", module.fused_output_processor)
+        require_tested("verl", module.fused_output_processor)
         self.replace(module, "fused_output_processor", output_processor)
 
     def _server(self, module) -> None:

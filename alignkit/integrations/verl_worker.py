@@ -9,10 +9,10 @@ from __future__ import annotations
 from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits, vLLMColocateWorkerExtension
 
 from alignkit.errors import UnsupportedError
-from alignkit.integrations.functions import require_known
+from alignkit.integrations.functions import require_tested
 from alignkit.vllm.policy import VOCAB_SIZE
 
-require_known("verl", vLLMColocateWorkerExtension.monkey_patch_model, monkey_patch_compute_logits)
+require_tested("verl", vLLMColocateWorkerExtension.monkey_patch_model, monkey_patch_compute_logits)
 
 
 class WorkerExtension(vLLMColocateWorkerExtension):

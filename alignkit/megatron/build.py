@@ -243,7 +243,10 @@ def gpt_model(
     if config.pipeline_model_parallel_size == 1:
         missing |= set(weights) - set(names.values())
     if missing:
-        raise InputError(f"model: in only one of model and weights: {', '.join(sorted(missing))}")
+        raise InputError(
+            "weights: must have the names of the model's parameters; these names are in only one of the two: "
+            + ", ".join(sorted(missing))
+        )
     return model.eval()
 
 
@@ -266,11 +269,11 @@ def hybrid_spec(layer: ModuleSpec) -> ModuleSpec:
 
 def _check_pattern(letters: str, arch: Architecture) -> None:
     if hybrid_model is None:
-        raise UnsupportedError("hybrid_layer_pattern: this version of Megatron-core has no HybridModel")
+        raise UnsupportedError("hybrid_layer_pattern: must be None; this version of Megatron-core has no HybridModel")
     if isinstance(arch.rope_scaling, Llama3):
-        raise UnsupportedError("rope_scaling: HybridModel does not support Llama 3 scaling")
+        raise UnsupportedError("rope_scaling: must not be llama3 for a HybridModel, which does not implement it")
     if arch.experts:
-        raise UnsupportedError("hybrid_layer_pattern: a HybridModel with experts (MoE) is not supported")
+        raise UnsupportedError("hybrid_layer_pattern: must be None for models with experts (MoE)")
     if letters.replace("|", "") != "*-" * arch.layers:
         raise InputError(f"hybrid_layer_pattern: must be '*-' for each of {arch.layers} layers, got {letters!r}")
 

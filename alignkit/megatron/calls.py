@@ -39,8 +39,12 @@ def _check_tensor(
     wanted = f"expected {kinds} [{', '.join('any' if n is None else str(n) for n in shape)}]"
     if not isinstance(t, torch.Tensor):
         raise InputError(f"{name}: {wanted}, got {type(t).__name__}")
-    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout != torch.strided or t.is_nested:
-        raise InputError(f"{name}: {wanted}, got a {type(t).__name__} of layout {t.layout}")
+    if type(t) not in (torch.Tensor, torch.nn.Parameter):
+        raise InputError(f"{name}: expected a plain torch.Tensor, got a {type(t).__name__}")
+    if t.layout != torch.strided:
+        raise InputError(f"{name}: expected a dense tensor, got layout {t.layout}")
+    if t.is_nested:
+        raise InputError(f"{name}: expected a dense tensor, got a nested one")
     if (
         t.dtype not in dtypes
         or t.dim() != len(shape)
@@ -65,9 +69,10 @@ def check_input(
 ) -> dict:
     """Check the arguments of GPTModel._preprocess; return the facts that ranks must agree on."""
     if inference_context is not None or _inferring():
-        raise UnsupportedError("inference_context: Megatron's inference is not supported")
+        name = "InferenceMode: must be inactive" if inference_context is None else "inference_context: must be None"
+        raise UnsupportedError(f"{name}; Megatron's inference is not supported")
     if _quantizing():
-        raise UnsupportedError("fp8_autocast: TransformerEngine's fp8 and fp4 are not supported")
+        raise UnsupportedError("fp8_autocast: must be off; TransformerEngine's fp8 and fp4 are not supported")
     device, config = device_of(model), model.config
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     given = "input_ids"
@@ -86,11 +91,15 @@ def check_input(
         _check_tensor(given, decoder_input, (config.params_dtype,), (None, None, config.hidden_size), device)
         s, b = decoder_input.shape[0] * ranks, decoder_input.shape[1]
     if not s or not b:
-        raise InputError(f"{given}: must not be empty, got {b} rows of {s} tokens")
+        raise InputError(f"{given}: must not be empty, got {b} sequences of {s} tokens")
     if s % (2 if config.context_parallel_size > 1 else 1):
-        raise InputError(f"{given}: context parallelism requires an even number of tokens in a row, got {s}")
+        raise InputError(
+            f"{given}: context parallelism requires an even number of tokens per sequence and rank, got {s}"
+        )
     if s % ranks:
-        raise InputError(f"{given}: sequence parallelism requires a multiple of {ranks} tokens in a row, got {s}")
+        raise InputError(
+            f"{given}: sequence parallelism requires a number of tokens per sequence divisible by tp = {ranks}, got {s}"
+        )
     if given == "input_ids":
         low, high = input_ids.aminmax()
         # Under tensor parallelism Megatron silently embeds an id outside of the vocabulary as zeros.
@@ -104,7 +113,7 @@ def check_input(
     if position_ids is not None and given == "input_ids":
         _check_tensor("position_ids", position_ids, (torch.int64, torch.int32), (None, s))
         if position_ids.shape[0] not in (1, b):
-            raise InputError(f"position_ids: must have 1 or {b} rows, as input_ids, got {position_ids.shape[0]}")
+            raise InputError(f"position_ids: dim 0 must be 1 or {b}, as of input_ids, got {position_ids.shape[0]}")
     if padding_mask is not None:
         _check_tensor("padding_mask", padding_mask, (torch.bool,), (b, s), device)
     packed = None if packed_seq_params is None else _check_packed(packed_seq_params, s, b, device, model)
@@ -207,10 +216,10 @@ def check_call(s: int, b: int, cp: CP, attention_mask, **arguments) -> dict:
     """
     for name, value in arguments.items():
         if name not in _BLOCK_ARGUMENTS and value is not None:
-            raise UnsupportedError(f"{name}: not supported as an argument of a TransformerBlock")
+            raise UnsupportedError(f"{name}: must be None; this argument of the decoder's forward is not supported")
     if attention_mask is not None:
         if arguments.get("packed_seq_params") is not None:
-            raise UnsupportedError("packed_seq_params: requires a micro-batch of one row and no attention_mask")
+            raise UnsupportedError("attention_mask: must be None with packed_seq_params")
         _check_causal(attention_mask, s, b, cp)
     return {"micro-batch": (s, b), "attention_mask": attention_mask is None}
 
@@ -238,17 +247,15 @@ def _check_packed(params, s: int, b: int, device: torch.device, model) -> tuple[
         if not hasattr(params, name):
             raise InputError(f"packed_seq_params: expected Megatron's PackedSeqParams, got {type(params).__name__}")
     if params.qkv_format != "thd":
-        raise UnsupportedError(f"packed_seq_params.qkv_format: {params.qkv_format!r} is not supported, only 'thd'")
+        raise UnsupportedError(f"packed_seq_params.qkv_format: must be 'thd', got {params.qkv_format!r}")
     if b != 1:
-        raise UnsupportedError("packed_seq_params: requires a micro-batch of one row and no attention_mask")
+        raise UnsupportedError(f"packed_seq_params: requires a micro-batch size of 1, got {b}")
     ranks = model.config.context_parallel_size
     group = getattr(params, "cp_group", None)
     if group not in (None, getattr(model.pg_collection, "cp", None)) and max(ranks, group.size()) > 1:
         raise UnsupportedError("packed_seq_params.cp_group: must be None or the model's context-parallel group")
     if getattr(params, "local_cp_size", None) not in (None, ranks):
-        raise UnsupportedError(
-            f"packed_seq_params.local_cp_size: {params.local_cp_size} is not supported, only {ranks}"
-        )
+        raise UnsupportedError(f"packed_seq_params.local_cp_size: must be None or {ranks}, got {params.local_cp_size}")
     s *= ranks
     for name in fields[1:5]:
         if (value := getattr(params, name)) is not None:
@@ -263,7 +270,8 @@ def _check_packed(params, s: int, b: int, device: torch.device, model) -> tuple[
         longest = max(longest, value)
     q = packed_cu_seqlens(params)
     kv = params.cu_seqlens_kv if params.cu_seqlens_q_padded is None else params.cu_seqlens_kv_padded
-    differ = "packed_seq_params: cu_seqlens must be the same for queries and keys"
+    padded = "" if params.cu_seqlens_q_padded is None else "_padded"
+    differ = f"packed_seq_params: cu_seqlens_q{padded} and cu_seqlens_kv{padded} must be given and equal"
     if q is None or kv is None or q.shape != kv.shape or not q.numel():
         raise InputError(differ)
     if kv is not q:
@@ -279,7 +287,7 @@ def _check_packed(params, s: int, b: int, device: torch.device, model) -> tuple[
         _require(
             (q % (2 * ranks) == 0).all(),
             InputError,
-            f"packed_seq_params: cu_seqlens must be multiples of {2 * ranks}, twice the context-parallel ranks",
+            f"packed_seq_params: cu_seqlens must be multiples of {2 * ranks} = 2 * context_parallel_size",
             q,
         )
     _require(
@@ -307,7 +315,12 @@ def _check_causal(mask, s: int, b: int, cp: CP) -> None:
         or mask.shape[0] not in (1, b)
         or mask.shape[1:] != (1, s, s * cp.size)
     ):
-        raise UnsupportedError(refusal)
+        given = f"a {type(mask).__name__}"
+        if isinstance(mask, torch.Tensor):
+            given = "a nested tensor" if mask.is_nested else f"{mask.dtype} {list(mask.shape)} on {mask.device}"
+        raise UnsupportedError(
+            f"attention_mask: expected a dense bool tensor [1 or {b}, 1, {s}, {s * cp.size}] or None, got {given}"
+        )
     mask, positions = mask[:, 0], cp.positions(s, None, mask.device)
     token = ~mask.gather(2, positions.expand(len(mask), s)[:, :, None])[:, :, 0]
     causal = torch.arange(s * cp.size, device=mask.device) > positions[:, None]

@@ -52,8 +52,8 @@ def init_hybrid(patch: Patch, stock):
         base, derived = given.arguments["rotary_base"], modules.rotations[model.rotary_pos_emb].base
         if base != derived:
             raise UnsupportedError(
-                "rotary_base: must have at most six significant digits, because HybridModel stores only the "
-                f"frequencies, got {base}, read back as {derived}"
+                "rotary_base: must have at most six significant digits for HybridModel, which stores only the "
+                f"frequencies (they give the base {derived}), got {base}"
             )
 
     return aligned
@@ -97,7 +97,7 @@ def _end(patch: Patch, model, hidden_states, call: dict[str, Any], stock: Callab
             return {}
         why = supported.stock_head_reason(model)
         if why and (hook is not None or requested is not None or labels is not None):
-            raise UnsupportedError(f"labels / output_processor: {why}")
+            raise UnsupportedError(f"labels / output_processor: must be None, because the output layer {why}")
         if hook is None and requested is None and labels is None:
             gather = call.get("runtime_gather_output")
             return {"labels": None, "runtime_gather_output": None if gather is None else bool(gather)}
@@ -263,14 +263,16 @@ def guard_call(patch: Patch, base):
 
     def call(model, *args, **kwargs):
         if not isinstance(model, models.MODELS):
-            raise UnsupportedError(f"{type(model).__name__}: this model class is not supported, only {models.NAMES}")
+            raise UnsupportedError(f"model: must be one of {models.NAMES}, got a {type(model).__name__}")
 
         def checks() -> None:
             patch.check_in_force(but=BUILDING)
             hooks.watch_hooks("", model)
             hooks.watch_global_hooks()
             if kwargs.get("extra_block_kwargs"):
-                raise UnsupportedError(f"extra_block_kwargs: {kwargs['extra_block_kwargs']!r} is not supported")
+                raise UnsupportedError(
+                    f"extra_block_kwargs: must be None or empty, got {kwargs['extra_block_kwargs']!r:.200}"
+                )
 
         patch.checked_models.discard(model)
         try:
@@ -297,7 +299,9 @@ def require_aligned_block(stock):
     @functools.wraps(stock)
     def forward(block, *args, **kwargs):
         if not isinstance(block, modules.DecoderBlock):
-            raise UnsupportedError(f"{type(block).__name__}: not supported outside of an aligned model")
+            raise UnsupportedError(
+                f"{type(block).__name__}: must be the decoder of a model that patch_megatron has patched"
+            )
         return stock(block, *args, **kwargs)
 
     return forward

@@ -158,7 +158,9 @@ def label_logprobs(
 
     vocab_size = modules.vocabulary.get(output_layer) if isinstance(output_layer, modules.OutputLayer) else None
     if vocab_size is None:
-        raise UnsupportedError("output_layer: must be the output layer of an aligned model")
+        raise UnsupportedError(
+            "output_layer: must be that of a model that patch_megatron has patched, inside or after its forward()"
+        )
     tp = TP(output_layer.tp_group)
     s, b = hidden.shape[0] * (tp.size if output_layer.sequence_parallel else 1), hidden.shape[1]
     calls.check_labels(vocab_size, (b, s), hidden.device, labels, requested)
@@ -207,12 +209,14 @@ class VocabParallelCrossEntropy:
             sizes = {self.vocab_size}
         if len(sizes) > 1:
             raise UnsupportedError(
-                f"logits: ambiguous vocabulary, models with {', '.join(map(str, sorted(sizes)))} ids all have "
-                f"{columns} columns. Pass labels to the model, or call alignkit.megatron.logprobs"
+                f"logits: with {columns} columns, the vocabulary size must be unique, but the patched models with as "
+                f"many columns have {' and '.join(map(str, sorted(sizes)))} ids. Pass labels to the model, or call "
+                "alignkit.megatron.logprobs"
             )
         if not sizes:
             raise InputError(
-                f"vocab_size: missing, and no aligned model has {columns} logit columns. Pass it to patch_megatron"
+                f"vocab_size: required, because no patched model has logits with {columns} columns. Pass it to "
+                "patch_megatron"
             )
         return sizes.pop()
 
@@ -224,7 +228,7 @@ class VocabParallelCrossEntropy:
 
         def checks() -> int:
             if label_smoothing:
-                raise UnsupportedError(f"label_smoothing: {label_smoothing} is not supported, only 0")
+                raise UnsupportedError(f"label_smoothing: must be 0, got {label_smoothing}")
             if not isinstance(logits, torch.Tensor) or not logits.dim():
                 raise InputError(f"logits: expected fp32 [..., V / tp], got {type(logits).__name__}")
             if logits.dtype != torch.float32:

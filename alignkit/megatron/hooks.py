@@ -42,12 +42,12 @@ class WatchedHook:
         versions = [t._version for t in tensors]
         result = self.hook(module, *args)
         if [t._version for t in tensors] != versions:
-            _changes.append(f"{self.label}: wrote to the module's input or output")
+            _changes.append(f"{self.label} wrote to the module's input or output")
         elif result is not None:
             if self.pre and len(args) == 1 and not isinstance(result, tuple):
                 result = (result,)  # torch also wraps the result of a hook without keywords
             if not _same(result, args[-1] if not self.pre else args[0] if len(args) == 1 else args):
-                _changes.append(f"{self.label}: returned another {'input' if self.pre else 'output'} than the module's")
+                _changes.append(f"{self.label} returned another {'input' if self.pre else 'output'} than the module's")
         return None
 
 
@@ -61,8 +61,8 @@ def watch_hooks(path: str, module: torch.nn.Module) -> None:
         for hook in (*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()):
             if not _is_megatron_hook(hook):
                 raise UnsupportedError(
-                    f"{path}: the forward hook {described(getattr(hook, '__func__', hook))} is not supported here: "
-                    "experts (MoE) are computed together, so this module receives no tokens"
+                    f"{path}: must not have forward hooks, because all experts (MoE) of a layer are computed together, "
+                    f"got {described(getattr(hook, '__func__', hook))}"
                 )
         return
     if own["_forward_pre_hooks"]:
@@ -93,7 +93,7 @@ def check_hooks() -> None:
     if _changes:
         changes = "; ".join(dict.fromkeys(_changes))
         _changes.clear()
-        raise UnsupportedError(f"{changes}. Forward hooks may only observe")
+        raise UnsupportedError(f"{changes}. Forward hooks must neither change nor replace an input or output")
 
 
 def unwatch_hooks() -> None:

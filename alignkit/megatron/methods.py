@@ -1,4 +1,8 @@
-"""Check that the methods a forward runs are the class's original ones, or the patch's. No numerics."""
+"""Check that the methods a forward runs are the class's original ones, or the patch's. No numerics.
+
+Each exemption (`_OVERRIDDEN_PREFIXES`, `_UNUSED`, `_may_run`) turns the check off for names. Add one only if no
+aligned forward runs it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ _CALL_PATH = frozenset(
         "__getattribute__",
     }
 )
-"""Names that a forward calls, among those of torch.nn.Module and among the dunder names of all classes."""
+"""The only names checked on torch.nn.Module itself, and the only dunder names checked on any class."""
 
 _OVERRIDDEN_PREFIXES = ("transformer_engine.", "megatron.core.extensions.")
 """Prefixes of modules whose classes' methods never run, because the aligned classes override them."""
@@ -60,7 +64,7 @@ class Methods:
         return bool(new)
 
     def watch(self, classes: Iterable[type]) -> None:
-        """Add classes to those that `check` covers."""
+        """Add classes to those that `check` covers, and check at once if one is new."""
         if self._watch(classes):
             self.check()
 
@@ -70,6 +74,7 @@ class Methods:
             values = tuple(vars(cls).values())
             if len(values) != len(checked) or not all(map(operator.is_, values, checked)):
                 for name, value in vars(cls).items():
+                    # `self` is a default that equals no value.
                     if _may_run(cls, name) and self.replaced.get((cls, name), self) is not value:
                         _check_original(cls, name, value)
                 self._checked[cls] = values
@@ -101,6 +106,7 @@ def _may_run(cls: type, name: str) -> bool:
 
 
 _DATA = (type, types.MemberDescriptorType, types.GetSetDescriptorType)
+"""Types of class attributes that are not checked: nested classes, and descriptors of slots and of C attributes."""
 
 
 def _check_original(cls: type, name: str, value: Any) -> None:
@@ -119,7 +125,7 @@ def _check_original(cls: type, name: str, value: Any) -> None:
         and function.__globals__ is vars(sys.modules[cls.__module__])
         and function.__code__.co_qualname.startswith(f"{cls.__qualname__}.")
     ):
-        raise UnsupportedError(f"{dotted(cls)}.{name}: has been replaced, by {described(value)}")
+        raise UnsupportedError(f"{dotted(cls)}.{name}: was replaced by {described(value)}. Undo that replacement")
 
 
 def _decorates(function: Any) -> bool:

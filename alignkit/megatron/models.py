@@ -41,8 +41,8 @@ def unsupported_layers(letters: str | None) -> str | None:
         return None
     supported = " and ".join(f"{letter} ({kind})" for letter, kind in LAYERS.items())
     return (
-        f"hybrid_layer_pattern: {other} ({_UNSUPPORTED_LAYERS.get(other, 'unknown')}) is not supported, only "
-        f"{supported}"
+        f"hybrid_layer_pattern: must contain only {supported}, got {other} "
+        f"({_UNSUPPORTED_LAYERS.get(other, 'unknown')})"
     )
 
 

@@ -136,9 +136,9 @@ class RMSNorm(torch.nn.RMSNorm):
     def build(cls, config, hidden_size, eps=1e-5, **_) -> RMSNorm:
         """Return the norm for ``WrappedTorchNorm(config, hidden_size, eps)`` while the patch is active."""
         if config.normalization != "RMSNorm":
-            raise UnsupportedError(f"normalization: {config.normalization!r} is not supported, only RMSNorm")
+            raise UnsupportedError(f"normalization: must be 'RMSNorm', got {config.normalization!r}")
         if config.layernorm_zero_centered_gamma:
-            raise UnsupportedError("layernorm_zero_centered_gamma is not supported")
+            raise UnsupportedError("layernorm_zero_centered_gamma: must be False, got True")
         norm = cls(hidden_size, eps=eps)
         # Megatron sums the gradients of marked weights over the tensor-parallel ranks.
         norm.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
@@ -152,7 +152,7 @@ class MLP(mlp.MLP):
 
     def forward(self, hidden_states, per_token_scale=None, **_):
         if per_token_scale is not None:
-            raise UnsupportedError("per_token_scale: an expert (MoE) outside of a MoELayer is not supported")
+            raise UnsupportedError("per_token_scale: must be None for an MLP outside of a MoELayer")
         return self.linear_fc2(ops.silu_mul(self.linear_fc1(hidden_states)[0]))
 
 
@@ -176,9 +176,11 @@ class YarnRotaryEmbedding(yarn_rotary_pos_embedding.YarnRotaryEmbedding):
 
 def _table(rotary: torch.nn.Module, max_seq_len: int, offset: int) -> torch.Tensor:
     if offset:
-        raise UnsupportedError("offset: rotary positions that do not start at 0 are not supported")
+        raise UnsupportedError(f"offset: must be 0, because rotary positions start at 0, got {offset}")
     if rotary not in rotations:
-        raise UnsupportedError("RotaryEmbedding: must be called from an aligned model's forward()")
+        raise UnsupportedError(
+            f"{type(rotary).__name__}: must be called inside the forward() of a model that patch_megatron has patched"
+        )
     return rotations[rotary].table(max_seq_len)
 
 
@@ -207,7 +209,7 @@ def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group
     freqs: the table of the aligned RotaryEmbedding, which includes YaRN's `mscale`.
     """
     if freqs.dim() != 2 or mscale != attention_factor(config):
-        raise UnsupportedError("apply_rotary_pos_emb: freqs must be the table of an aligned model's rotary_pos_emb")
+        raise UnsupportedError("apply_rotary_pos_emb: freqs must be what rotary_pos_emb of a patched model returns")
     positions = _positions(t, cu_seqlens, config, cp_group)
     return ops.rope(t.reshape(-1, *t.shape[-2:]), positions, freqs, rotary_dim=freqs.shape[1]).view(t.shape)
 
@@ -384,7 +386,7 @@ class DecoderBlock(torch.nn.Module):
             hooks.check_hooks()
             if self not in checked_packed_seq_params:
                 raise UnsupportedError(
-                    f"{name}: must be called from its model's forward(), which runs alignkit's checks"
+                    f"{name}: must be called inside its model's forward(), which runs alignkit's checks"
                 )
             if checked_packed_seq_params.pop(self) is not kwargs.get("packed_seq_params"):
                 raise UnsupportedError("packed_seq_params: must be the object that the model's forward() received")
@@ -425,8 +427,10 @@ def residual_add(training: bool, fused: bool):
 
     def add(x_with_bias, residual, dropout):
         x, bias = x_with_bias
-        if bias is not None or (training and dropout > 0):
-            raise UnsupportedError("add_bias_linear / hidden_dropout: not supported")
+        if bias is not None:
+            raise UnsupportedError("add_bias_linear: must be False, but a layer's output has a bias")
+        if training and dropout > 0:
+            raise UnsupportedError(f"hidden_dropout: must be 0 in training, got {dropout}")
         return x + residual
 
     return add

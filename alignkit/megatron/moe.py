@@ -40,8 +40,9 @@ def topk_routing(
 
     Replaces Megatron's ``topk_routing_with_score_function``. Megatron attaches its load-balancing losses to the result.
     """
-    if router_replay is not None or any(value is not None and value is not False for value in others.values()):
-        raise UnsupportedError("topk_routing_with_score_function: router_replay and other options are not supported")
+    for name, value in {"router_replay": router_replay, **others}.items():
+        if value is not None and not (value is False and name in others):
+            raise UnsupportedError(f"topk_routing_with_score_function: {name}: must be None, got {value!r:.200}")
     sigmoid = score_function == "sigmoid"
     weights, ids = ops.moe_router(
         logits,
@@ -148,7 +149,7 @@ class MoELayer(moe_layer.MoELayer):
 
     def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
         if intermediate_tensors is not None:
-            raise UnsupportedError("intermediate_tensors: partial execution of a MoELayer is not supported")
+            raise UnsupportedError("intermediate_tensors: must be None, because alignkit runs a MoELayer as a whole")
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()
         if self.moe_layer_recompute and self.training:

@@ -111,9 +111,9 @@ class Models:
         """
         own = vars(model).get(modules.VOCAB_SIZE, self.vocab_size)
         if own is None:
-            raise InputError("vocab_size: missing. Pass it to patch_megatron, or call set_vocab_size for this model")
+            raise InputError("vocab_size: required. Pass it to patch_megatron, or call set_vocab_size for this model")
         if own > model.vocab_size:
-            raise InputError(f"vocab_size: must be in [1, {model.vocab_size}], the padded size, got {own}")
+            raise InputError(f"vocab_size: must be at most the model's padded size {model.vocab_size}, got {own}")
         return own
 
     def _check_modules(self, model, found: list[tuple[str, torch.nn.Module]], for_forward: bool) -> dict:
@@ -125,14 +125,20 @@ class Models:
             cls = type(module)
             if ignored_prefix is not None and path.startswith(ignored_prefix):
                 if any(p is not None for p in module._parameters.values()):
-                    raise UnsupportedError(f"{path}: has parameters, which the aligned parent module would ignore")
+                    raise UnsupportedError(
+                        f"{path}: must not have parameters, because alignkit computes its parent module without it"
+                    )
                 continue
             below_experts = experts_prefix is not None and path.startswith(experts_prefix)
             aligned = aligned_class(cls, below_experts)
             if aligned is None and cls not in STRUCTURE:
-                raise UnsupportedError(f"{path or 'model'}: {cls.__module__}.{cls.__qualname__} is not supported")
+                raise UnsupportedError(
+                    f"{path or 'model'}: module class {cls.__module__}.{cls.__qualname__} is not supported"
+                )
             if (name := self.methods.overridden_method(module, aligned or cls)) is not None:
-                raise UnsupportedError(f"{path or 'model'}.{name}: this method has been replaced. Restore it")
+                raise UnsupportedError(
+                    f"{path or 'model'}.{name}: this method was replaced by other code. Undo that replacement"
+                )
             in_moe_layer = moe_prefix is not None and path.startswith(moe_prefix)
             supported.check_module(path, module, model.config, devices, in_moe_layer)
             if issubclass(cls, _LAYER):

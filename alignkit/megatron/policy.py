@@ -94,58 +94,62 @@ POLICY = Policy(
     ignored_prefixes=("mamba_", "dsa_"),
     rows=(
         only("normalization", "RMSNorm"),
-        only("gated_linear_unit", True, "an activation other than SwiGLU"),
-        only("activation_func", F.silu, "an activation other than SwiGLU"),
+        only("gated_linear_unit", True, "SwiGLU"),
+        Row(
+            "activation_func",
+            lambda function, _: function == F.silu,
+            "{field} (SwiGLU): must be torch.nn.functional.silu, got {value!r}",
+        ),
         only("add_bias_linear", False),
         Row(
             "recompute_modules",
             lambda modules, config: config.recompute_granularity != "selective" or _RECOMPUTED.issuperset(modules),
-            "{field} (selective activation recomputation): {value!r} is not supported, only "
-            + ", ".join(sorted(_RECOMPUTED)),
+            "{field} (selective activation recomputation): must contain only "
+            + ", ".join(sorted(_RECOMPUTED))
+            + ", got {value!r}",
         ),
         Row(
             "mtp_num_layers",
             lambda layers, _: not layers,
-            "{field} (multi-token prediction, MTP): {value!r} is not supported, only None and 0",
+            "{field} (multi-token prediction, MTP): must be None or 0, got {value!r}",
         ),
         Row(
             "params_dtype",
             lambda dtype, _: dtype in (torch.float32, torch.bfloat16),
-            "{field}: {value} is not supported",
+            "{field}: must be torch.float32 or torch.bfloat16, got {value}",
         ),
         Row(
             "pipeline_dtype",
             lambda dtype, config: config.pipeline_model_parallel_size == 1 or dtype == config.params_dtype,
-            "{field}: {value} is not supported, only params_dtype, which is {context.params_dtype}",
+            "{field}: must equal params_dtype = {context.params_dtype}, got {value}",
         ),
         Row(
             "context_parallel_size",
             lambda _, config: _heads_refusal(config) is None,
-            lambda _, config: f"context_parallel_size: {_heads_refusal(config)} (heads of one tensor-parallel rank)",
+            lambda _, config: f"context_parallel_size: {_heads_refusal(config)} (heads of each tensor-parallel rank)",
         ),
         Row(
             "cp_comm_type",
             # Megatron's exchange methods of attention; alignkit always uses its own.
             lambda kind, _: _TRANSPORTS.issuperset(kind if isinstance(kind, list) else [kind]),
-            "{field}: {value!r} is not supported, only p2p, all_gather and a2a (no hierarchical context parallelism)",
+            "{field}: must be None, 'p2p', 'all_gather' or 'a2a' (no hierarchical context parallelism), got {value!r}",
         ),
         Row(
             "expert_model_parallel_size",
             lambda ranks, config: (
                 not config.num_moe_experts or (config.num_moe_experts & -config.num_moe_experts) % ranks == 0
             ),
-            "{field}: {value} ranks are not supported, only a power of two that divides the {context.num_moe_experts} "
-            "experts",
+            "{field}: must be a power of two that divides num_moe_experts = {context.num_moe_experts}, got {value}",
         ),
         Row(
             "moe_router_load_balancing_type",
             lambda kinds, _: _BALANCED.issuperset(kinds if isinstance(kinds, list) else [kinds]),
-            "{field}: {value!r} is not supported, only " + ", ".join(sorted(_BALANCED)),
+            f"{{field}}: must be one of {', '.join(sorted(_BALANCED))}, got {{value!r}}",
         ),
         Row(
             "moe_router_score_function",
             lambda score, _: score in _SCORES,
-            "{field}: {value!r} is not supported, only " + ", ".join(sorted(_SCORES)),
+            f"{{field}}: must be one of {', '.join(sorted(_SCORES))}, got {{value!r}}",
         ),
         Row(
             "moe_router_group_topk",
@@ -153,8 +157,13 @@ POLICY = Policy(
             lambda groups, config: (
                 not groups or (config.moe_router_score_function == "sigmoid" and config.moe_router_topk // groups == 2)
             ),
-            "{field}: {value} is not supported. It requires sigmoid scores and must be half of moe_router_topk, which "
-            "is {context.moe_router_topk}",
+            lambda groups, config: (
+                f"moe_router_group_topk: moe_router_topk // moe_router_group_topk must be 2, got "
+                f"{config.moe_router_topk} // {groups}"
+                if config.moe_router_score_function == "sigmoid"
+                else "moe_router_group_topk: must be None with moe_router_score_function = "
+                f"{config.moe_router_score_function!r}, got {groups}"
+            ),
         ),
         Row(
             "num_query_groups",

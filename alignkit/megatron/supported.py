@@ -43,10 +43,10 @@ def check_model(model) -> None:
             f"{model.config.context_parallel_size}"
         )
     if model.mtp_process:
-        raise UnsupportedError("mtp_block_spec: multi-token prediction (MTP) is not supported")
+        raise UnsupportedError("mtp_block_spec (multi-token prediction, MTP): must be None")
     if model.position_embedding_type not in ("rope", "yarn"):
         raise UnsupportedError(
-            f"position_embedding_type: {model.position_embedding_type!r} is not supported, only rope and yarn"
+            f"position_embedding_type: must be 'rope' or 'yarn', got {model.position_embedding_type!r}"
         )
     if not 0 < (percent := _rotary_percent(model)) <= 1 or rotary_dim(model) % 2 or not rotary_dim(model):
         raise UnsupportedError(
@@ -54,9 +54,11 @@ def check_model(model) -> None:
             f"got {percent}"
         )
     if whole and model.config.num_moe_experts is not None and not modules.expert_ranks(model):
-        raise UnsupportedError("num_moe_experts (MoE): must be None for a model without a MoELayer")
+        raise UnsupportedError(
+            f"num_moe_experts (MoE): must be None for a model without a MoELayer, got {model.config.num_moe_experts}"
+        )
     if model.config.sequence_parallel and model.pre_process and not model.embedding.scatter_to_sequence_parallel:
-        raise UnsupportedError("scatter_embedding_sequence_parallel: False is not supported with sequence_parallel")
+        raise UnsupportedError("scatter_embedding_sequence_parallel: must be True with sequence_parallel, got False")
 
 
 def _rotary_percent(model) -> float:
@@ -98,8 +100,12 @@ def check_rotary(model) -> tuple[float, Scaling | None]:
     other frequencies mean that the model expects other rotations. A tolerance covers devices whose pow differs.
     """
     rotary, given, head_dim = model.rotary_pos_emb, vars(model).get("rotary_base"), rotary_dim(model)
-    if rotary.rotary_interleaved or rotary.seq_len_interpolation_factor is not None:
-        raise UnsupportedError("rotary_interleaved / seq_len_interpolation_factor: not supported")
+    if rotary.rotary_interleaved:
+        raise UnsupportedError(f"rotary_interleaved: must be False, got {rotary.rotary_interleaved!r}")
+    if rotary.seq_len_interpolation_factor is not None:
+        raise UnsupportedError(
+            f"seq_len_interpolation_factor: must be None, got {rotary.seq_len_interpolation_factor!r}"
+        )
     yarn = model.position_embedding_type == "yarn"
     frequencies = [rotary.inv_freq, *((rotary.inv_freq_extra, rotary.inv_freq_inter) if yarn else ())]
     cached = _frequencies.get(rotary)
@@ -127,8 +133,8 @@ def check_rotary(model) -> tuple[float, Scaling | None]:
     expected = 1.0 if scaling is None else scaling.attention_factor
     if (factor := modules.attention_factor(model.config)) != expected:
         raise UnsupportedError(
-            f"yarn_rotary_scaling_factor / yarn_mscale: must give the attention factor of the "
-            f"{type(rotary).__name__}, {expected}, got {factor}"
+            f"yarn_rotary_scaling_factor / yarn_mscale / yarn_mscale_all_dim: must give the attention factor "
+            f"{expected} of the model's {type(rotary).__name__}, got {factor}"
         )
     return base, scaling
 
@@ -142,8 +148,8 @@ def _base(rotary, head_dim: int) -> float:
     base = float(f"{derived:.6g}")
     if not 1 < base < 2**40 or abs(derived / base - 1) > 2.0**-21:
         raise UnsupportedError(
-            "rotary_pos_emb: its lowest frequency must be that of a rotary base of at most six digits in (1, 2^40), "
-            f"got {lowest}"
+            "rotary_pos_emb: its lowest frequency must be that of a rotary_base in (1, 2^40) with at most six "
+            f"significant digits, got {lowest}"
         )
     return base
 
@@ -151,7 +157,9 @@ def _base(rotary, head_dim: int) -> float:
 def _yarn(rotary, base: float, head_dim: int) -> Yarn:
     factor, mscales = rotary.scaling_factor, (rotary.mscale, rotary.mscale_all_dim)
     if None not in mscales and 0 in mscales and mscales != (1, 0):
-        raise UnsupportedError(f"yarn_mscale / yarn_mscale_all_dim: {mscales} is not supported")
+        raise UnsupportedError(
+            f"yarn_mscale / yarn_mscale_all_dim: must both be nonzero, or be 1 and 0, got {mscales[0]} and {mscales[1]}"
+        )
     _require_near(rotary.inv_freq, plain(head_dim, base))
     _require_near(rotary.inv_freq_extra, plain(head_dim, base))
     _require_near(rotary.inv_freq_inter, [f / factor for f in plain(head_dim, base)])
@@ -177,8 +185,8 @@ def _llama3(rotary, base: float, head_dim: int, scaled: bool) -> Llama3 | None:
     factor = float(Fraction(ratio).limit_denominator(64)) if 0 < ratio < 2**20 else 0.0
     if factor < 1:
         raise UnsupportedError(
-            "rotary_pos_emb: rope_scaling must divide its lowest frequency by a number in [1, 2^20), got a division by "
-            f"{ratio}"
+            "rotary_pos_emb: its lowest frequency must be that of rotary_base divided by a rope_scaling_factor in "
+            f"[1, 2^20), got a division by {ratio}"
         )
     scaling = Llama3(factor, *MEGATRON_LLAMA3)
     _require_near(rotary.inv_freq, scaling.frequencies(head_dim, base))
@@ -198,7 +206,7 @@ def _require_near(actual: torch.Tensor, expected: list[float]) -> None:
     if not torch.allclose(actual, wanted, rtol=2.0**-18, atol=0.0):
         i = int(((actual - wanted) / wanted).abs().argmax())  # a NaN counts as the maximum
         raise UnsupportedError(
-            f"rotary_pos_emb: its frequencies must be those of its base and scaling, {wanted[i].item()} at [{i}], got "
+            f"rotary_pos_emb: inv_freq[{i}] must be {wanted[i].item()}, computed from its base and scaling, got "
             f"{actual[i].item()}"
         )
 
@@ -215,35 +223,37 @@ def check_module(
     """
     own, parameters = module.__dict__, module._parameters
     if any(_has_bias(d.get("bias")) for d in (own, parameters)) and not path.endswith("linear_qkv"):
-        raise UnsupportedError(f"{path}.bias: only QKV bias is supported")
+        raise UnsupportedError(f"{path}.bias: must be None; only linear_qkv may have a bias")
     if own.get("weight") is not None:  # computed in a hook, for example by torch.nn.utils.weight_norm
-        raise UnsupportedError(f"{path}.weight: must be a parameter, got an attribute")
+        raise UnsupportedError(f"{path}.weight: must be a parameter, got an attribute, as created by weight_norm")
     if own.get("disable_grad_reduce"):
-        raise UnsupportedError(f"{path}: disable_grad_reduce (LoRA) is not supported")
+        raise UnsupportedError(f"{path}.disable_grad_reduce (LoRA): must be False, got True")
     if own.get("is_expert") and not in_moe_layer:
-        raise UnsupportedError(f"{path}: is_expert (MoE) outside of a MoELayer is not supported")
+        raise UnsupportedError(f"{path}.is_expert (MoE): must be False outside of a MoELayer, got True")
     if not own.get("input_is_parallel", True):
-        raise UnsupportedError(f"{path}.input_is_parallel: False is not supported")
+        raise UnsupportedError(f"{path}.input_is_parallel: must be True, got False")
     if own.get("gtp_remat_size", 1) > 1:
-        raise UnsupportedError(f"{path}.gtp_remat_size: {module.gtp_remat_size} is not supported, only 1")
+        raise UnsupportedError(f"{path}.gtp_remat_size: must be 1, got {module.gtp_remat_size}")
     if own.get("config", config) is not config and not (in_moe_layer and _is_expert_copy(own["config"], config)):
-        raise UnsupportedError(f"{path}.config: must be the model's config")
+        raise UnsupportedError(f"{path}.config: must be the model's config object, got another one")
     if isinstance(module, torch.nn.RMSNorm) and (parameters.get("weight") is None or own["eps"] is None):
-        raise UnsupportedError(f"{path}: RMSNorm without weight or eps is not supported")
+        name = "weight" if parameters.get("weight") is None else "eps"
+        raise UnsupportedError(f"{path}.{name}: must be set for an RMSNorm, got None")
     mask = own.get("attn_mask_type")
     if mask is not None and (name := getattr(mask, "name", mask)) not in ("causal", "padding_causal"):
-        raise UnsupportedError(f"{path}.attn_mask_type: {name} is not supported, only causal")
+        raise UnsupportedError(f"{path}.attn_mask_type: must be causal or padding_causal, got {name}")
     if devices is None:
         return
     dropout = module.p if isinstance(module, torch.nn.Dropout) else own.get("attention_dropout")
     if dropout and module.training:
-        raise UnsupportedError(f"{path}: dropout of {dropout} in training is not supported")
+        raise UnsupportedError(f"{path}: the dropout probability must be 0 in training, got {dropout}")
     for name, parameter in parameters.items():
         if parameter is None:
             continue
         if type(parameter) is not torch.nn.Parameter:  # sharded (FSDP) or quantized
             raise UnsupportedError(
-                f"{path}.{name}: a parameter of class {type(parameter).__qualname__} is not supported"
+                f"{path}.{name}: must be a torch.nn.Parameter (not sharded by FSDP, not quantized), got a "
+                f"{type(parameter).__qualname__}"
             )
         if parameter.device in devices:
             continue
@@ -277,9 +287,9 @@ def check_moe_layer(path: str, layer, for_forward: bool) -> None:
         # False marks gradients that Megatron reduces over the expert's own data-parallel group.
         if getattr(weight, "allreduce", True):
             raise UnsupportedError(
-                f"expert_tensor_parallel_size: {config.expert_tensor_parallel_size} is not supported in training with "
-                f"{config.tensor_model_parallel_size} tensor-parallel ranks and no expert parallelism: Megatron-core "
-                "does not reduce these experts' gradients"
+                "expert_tensor_parallel_size: must equal tensor_model_parallel_size = "
+                f"{config.tensor_model_parallel_size} in training without expert parallelism, because Megatron-core "
+                f"does not reduce these experts' gradients otherwise, got {config.expert_tensor_parallel_size}"
             )
     expected_values = {
         "router.topk": (router.topk, config.moe_router_topk),
@@ -313,7 +323,7 @@ def check_te(path: str, module: torch.nn.Module, cls: type[te.Replacement]) -> N
     own = module.__dict__
     for name, wanted in cls.required.items():
         if own.get(name, wanted) != wanted:
-            raise UnsupportedError(f"{path}.{name}: {own[name]!r} is not supported, only {wanted!r}")
+            raise UnsupportedError(f"{path}.{name}: must be {wanted!r}, got {own[name]!r}")
     if own.get("tp_group") is None and own.get("tp_size", 1) > 1:
         raise UnsupportedError(f"{path}.tp_group: must be set with {own['tp_size']} tensor-parallel ranks, got None")
 
@@ -333,4 +343,4 @@ def check_layer(path: str, layer: torch.nn.Module, bda: tuple) -> None:
             )
     for name in ("bias_dropout_add_exec_handler", "off_interface"):
         if not getattr(own.get(name), "__module__", "torch.").startswith(("torch.", "megatron.core.")):
-            raise UnsupportedError(f"{path}.{name}: has been replaced. Restore it")
+            raise UnsupportedError(f"{path}.{name}: must come from PyTorch or Megatron-core, got {own[name]!r}")

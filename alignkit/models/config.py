@@ -231,7 +231,7 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
 
     def size(field: str, if_null: int | None = None) -> int:
         if field not in config:
-            raise InputError(f"model: {path} has no field {field!r}")
+            raise InputError(f"{field}: required, but missing in {path}")
         value = if_null if config[field] is None else config[field]
         if type(value) is not int or not 0 < value < 2**31:
             raise InputError(f"{field}: must be a positive integer, got {config[field]!r:.200} in {path}")
@@ -293,8 +293,8 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
     _check_routing(arch, family)
     if isinstance(rope_scaling, Yarn) and rotary_factor != 1:
         raise UnsupportedError(
-            f"partial_rotary_factor: {rotary_factor} is not supported with YaRN, which rotates whole heads in "
-            "Megatron-core"
+            "partial_rotary_factor: must be 1 with YaRN, which rotates whole heads in Megatron-core, got "
+            f"{rotary_factor}"
         )
     if arch.rotary_dim % 2 or not arch.rotary_dim:
         raise InputError(
@@ -329,10 +329,9 @@ def _check_routing(arch: Architecture, family: Family) -> None:
     if family.experts is None or arch.score == "softmax":
         return
     if arch.experts % arch.groups or arch.top_groups > arch.groups:
-        raise InputError(
-            f"n_group / topk_group: n_group must divide {arch.experts} experts and be at least topk_group, got n_group "
-            f"= {arch.groups}, topk_group = {arch.top_groups}"
-        )
+        if arch.experts % arch.groups:
+            raise InputError(f"n_group: must divide the number of experts, {arch.experts}, got {arch.groups}")
+        raise InputError(f"topk_group: must be at most n_group = {arch.groups}, got {arch.top_groups}")
     if arch.top_k > arch.experts // arch.groups * arch.top_groups:
         raise InputError(
             f"num_experts_per_tok: must be at most the number of experts in {arch.top_groups} of {arch.groups} groups, "
@@ -340,13 +339,14 @@ def _check_routing(arch: Architecture, family: Family) -> None:
         )
     if arch.groups > 1 and arch.top_k // arch.top_groups != 2:
         raise UnsupportedError(
-            f"topk_group: {arch.top_groups} groups for {arch.top_k} experts are not supported. vLLM scores a group by "
-            f"its two best experts, Megatron-core by its {arch.top_k // arch.top_groups} best"
+            f"topk_group: num_experts_per_tok // topk_group must be 2, got {arch.top_k} // {arch.top_groups}. vLLM "
+            f"scores a group by its two best experts, Megatron-core by its {arch.top_k // arch.top_groups} best"
         )
     if arch.normalize_top_k != (arch.top_k > 1):
         raise UnsupportedError(
-            f"norm_topk_prob: {arch.normalize_top_k} is not supported with {arch.score} scores and num_experts_per_tok "
-            f"{arch.top_k}: Megatron-core normalizes exactly if there are several experts for a token"
+            f"norm_topk_prob: must be {'false' if arch.normalize_top_k else 'true'} with {arch.score} scores and "
+            f"num_experts_per_tok = {arch.top_k}, got {'true' if arch.normalize_top_k else 'false'}. Megatron-core "
+            "always normalizes the weights of 2 or more experts, and never the weight of one"
         )
 
 
@@ -370,7 +370,10 @@ def _dense_layers(listed: Any, step: int, layers: int) -> tuple[int, ...]:
         raise InputError(f"mlp_only_layers: must be a list of layer indices in [0, {layers}), got {listed!r:.200}")
     dense = tuple(i for i in range(layers) if i in listed or (i + 1) % step)
     if len(dense) == layers:
-        raise UnsupportedError("mlp_only_layers / decoder_sparse_step: no layer has experts")
+        raise UnsupportedError(
+            "mlp_only_layers / decoder_sparse_step: at least one layer must have experts, got mlp_only_layers = "
+            f"{listed}, decoder_sparse_step = {step}, which make all {layers} layers dense"
+        )
     return dense
 
 
@@ -386,20 +389,22 @@ def _check_fields(config: Mapping, family: Family) -> None:
                 raise UnsupportedError(f"{field}: must be {must_be[field][0]!r}, got {value!r:.200}")
         elif field in MUST_BE_OFF:
             if value:
-                raise UnsupportedError(f"{field}: {value!r:.200} is not supported for {family.name}")
+                raise UnsupportedError(
+                    f"{field}: must be off (absent, null, false or 0) for {family.name}, got {value!r:.200}"
+                )
         elif field not in HARMLESS and value is not None and value is not False and not isinstance(value, str):
             raise UnsupportedError(
                 f"{field}: alignkit does not know this field of {family.name}, got {value!r:.200}. An engine may use "
                 "it; if it does not affect numerics, remove it from config.json"
             )
     if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedError(f"hidden_act: {config['hidden_act']!r:.200} is not supported, only 'silu'")
+        raise UnsupportedError(f"hidden_act: must be 'silu', got {config['hidden_act']!r:.200}")
     if family.sliding_window == "must be null" and "sliding_window" not in config:
         raise UnsupportedError(
-            f"sliding_window: missing, and transformers defaults to a sliding window for {family.name}. Set it to null"
+            f"sliding_window: must be null, but is missing; then transformers uses a sliding window for {family.name}"
         )
     if family.sliding_window != "unused" and config.get("sliding_window") is not None:
-        raise UnsupportedError(f"sliding_window: {config['sliding_window']!r:.200} is not supported, only null")
+        raise UnsupportedError(f"sliding_window: must be null, got {config['sliding_window']!r:.200}")
 
 
 def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float]:
@@ -419,28 +424,33 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float
         for name in names:
             if name not in list(ROPE_TYPES) or name != names[0]:
                 known = ", ".join(ROPE_TYPES)
-                raise UnsupportedError(f"{field}: rope type {name!r:.200} is not supported, only {known}")
+                raise UnsupportedError(f"{field}: rope_type: must be one of {known}, got {name!r:.200}")
         parts.append(rope.get("partial_rotary_factor"))
         if family.rotary_factor is None and parts[-1] not in (None, 1):
             raise UnsupportedError(
                 f"{field}: partial_rotary_factor: must be 1, got {rope['partial_rotary_factor']!r:.200}"
             )
         for name in rope.keys() - _ROPE_FIELDS - frozenset(ROPE_TYPES[names[0]]):
-            raise UnsupportedError(f"{field}: {name}: {rope[name]!r:.200} is not supported")
+            raise UnsupportedError(
+                f"{field}: {name}: must be absent with rope_type {names[0]!r}, got {rope[name]!r:.200}"
+            )
         scalings[field] = _scaling(field, names[0], rope)
         if "rope_theta" in rope:
             bases[f"{field}: rope_theta"] = rope["rope_theta"]
     if len(set(scalings.values())) > 1:
-        raise InputError("rope_scaling and rope_parameters: specify different rotary embeddings")
+        raise InputError(
+            "rope_scaling / rope_parameters: must specify the same scaling, but differ. Remove one of them"
+        )
     scaling = next(iter(scalings.values()), None)
     part = _rotary_factor([part for part in parts if part is not None], family)
     if not bases and family.rope_base is not None:
         return family.rope_base, scaling, part
     if not bases:
-        raise InputError("rope_theta: missing; config.json must have the rotary base")
+        raise InputError("rope_theta: required, but missing in config.json")
     values = [_positive(*item) for item in bases.items()]
     if len(set(values)) > 1:
-        raise InputError("; ".join(f"{field} is {value}" for field, value in bases.items()) + "; they must be equal")
+        given = "; ".join(f"{field} is {value}" for field, value in bases.items())
+        raise InputError(f"rope_theta: must be the same everywhere in config.json, but {given}")
     return values[0], scaling, part
 
 
@@ -448,8 +458,11 @@ def _rotary_factor(given: list, family: Family) -> float:
     if family.rotary_factor is None:
         return 1.0
     values = [_positive("partial_rotary_factor", value) for value in given] or [family.rotary_factor]
-    if len(set(values)) > 1 or values[0] > 1:
-        raise InputError(f"partial_rotary_factor: must be one number in (0, 1], got {values}")
+    if len(set(values)) > 1:
+        found = ", ".join(map(str, dict.fromkeys(values)))
+        raise InputError(f"partial_rotary_factor: is given more than once with different values: {found}")
+    if values[0] > 1:
+        raise InputError(f"partial_rotary_factor: must be in (0, 1], got {values[0]}")
     return values[0]
 
 
@@ -461,7 +474,7 @@ def _scaling(field: str, kind: str, rope: Mapping) -> Scaling | None:
     def number(name: str, if_absent: float | None = None) -> float:
         value = rope.get(name)
         if value is None and if_absent is None:
-            raise InputError(f"{field}: {name} is missing")
+            raise InputError(f"{field}: {name}: required, but missing")
         return _positive(f"{field}: {name}", if_absent if value is None else value)
 
     original = number("original_max_position_embeddings")

@@ -1,6 +1,7 @@
 """Schema of a model family. The families themselves are data in the other files of this folder.
 
-Readers: weight conversion (alignkit/convert.py), config.json (config.py), and vLLM's adapter.
+Readers: `models/config.py` (config.json), `alignkit/convert.py`, `alignkit/check/model.py` (generated checkpoints), the
+vLLM adapter and its bisect worker, `megatron/build.py` (`EXPERT_BIAS`).
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def shared_expert(expert: str, gate: str | None) -> tuple[Weight, ...]:
 
 
 SHARED_GATE = "mlp.shared_experts.gate_weight"
+"""Name of the Megatron weight of a shared expert's gate; `models/config.py` recognizes the gate by it."""
 
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -141,6 +143,7 @@ QK_NORMS = (
     Weight("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": ("head_dim",)}, "whole"),
     Weight("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": ("head_dim",)}, "whole"),
 )
+"""Weights of the RMSNorms over query and key heads."""
 QKV_BIASES = (
     Weight(
         "self_attention.linear_qkv.bias",
@@ -148,6 +151,7 @@ QKV_BIASES = (
         "kv groups",
     ),
 )
+"""Biases of the QKV projection."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +162,10 @@ class Experts:
         count: Fields with the number of experts; either may be present, as transformers writes both names.
         top_k: Field with the number of experts for each token.
         normalize: Field that says whether the top-k weights are normalized to sum to 1; None: always normalized.
-        normalizes: Value of `normalize` in the published models.
+        normalize_published: Value of `normalize` in the published models.
         shared: Field with the width of the shared expert, or None.
-        shared_counts: `shared` is a number of experts instead; the width is that multiple of an expert's.
+        shared_counts: If true, `shared` names the number of shared experts; their width is this number times an
+            expert's width.
         dense: Fields that select the layers with a dense MLP. "steps": `mlp_only_layers` and `decoder_sparse_step`;
             "first": `first_k_dense_replace`; "": none, all layers have experts.
         score: Score function of the router's logits.
@@ -171,7 +176,7 @@ class Experts:
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     top_k: str = "num_experts_per_tok"
     normalize: str | None = None
-    normalizes: bool = True
+    normalize_published: bool = True
     shared: str | None = None
     shared_counts: bool = False
     dense: Literal["", "steps", "first"] = ""
@@ -195,6 +200,7 @@ class Experts:
 
 
 _DENSE_LAYER_FIELDS = {"": (), "steps": ("mlp_only_layers", "decoder_sparse_step"), "first": ("first_k_dense_replace",)}
+"""Config.json fields of each value of `Experts.dense`."""
 
 
 @dataclass(frozen=True)

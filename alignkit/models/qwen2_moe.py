@@ -28,7 +28,7 @@ QWEN2_MOE = Family(
     heads_fill_hidden=True,
     intermediate="moe_intermediate_size",
     experts=Experts(
-        normalize="norm_topk_prob", dense="steps", normalizes=False, shared="shared_expert_intermediate_size"
+        normalize="norm_topk_prob", dense="steps", normalize_published=False, shared="shared_expert_intermediate_size"
     ),
     must_be=(("qkv_bias", (True,)),),
 )

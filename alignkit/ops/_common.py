@@ -154,9 +154,9 @@ def check_no_overlap(name: str, t: torch.Tensor, others: dict[str, torch.Tensor 
 def check_like(name: str, t, like_name: str, like: torch.Tensor) -> None:
     """Require that `t` has the dtype and device of `like`."""
     if t.dtype != like.dtype:
-        raise InputError(f"{name}: dtype {t.dtype} differs from {like_name}'s {like.dtype}")
+        raise InputError(f"{name}: dtype must be {like_name}'s {like.dtype}, got {t.dtype}")
     if t.device != like.device:
-        raise InputError(f"{name}: device {t.device} differs from {like_name}'s {like.device}")
+        raise InputError(f"{name}: device must be {like_name}'s {like.device}, got {t.device}")
 
 
 def check_weight(x: torch.Tensor, weight, bias, name: str = "x", dtypes=DTYPES) -> None:
@@ -166,7 +166,7 @@ def check_weight(x: torch.Tensor, weight, bias, name: str = "x", dtypes=DTYPES) 
     check_tensor("weight", weight, 2, dtypes)
     check_like("weight", weight, name, x)
     if weight.shape[1] != x.shape[-1]:
-        raise InputError(f"weight: shape {tuple(weight.shape)} does not match {name} of shape {tuple(x.shape)}")
+        raise InputError(f"weight: shape must be (N, {x.shape[-1]}) to match {name}, got {tuple(weight.shape)}")
     if min(weight.shape) == 0:
         raise InputError(f"weight: must not be empty, got shape {tuple(weight.shape)}")
     if bias is not None:

@@ -162,7 +162,7 @@ def _rope_qk(q, k, positions, table, rotary_dim=None):
         _raise_none(q=q, k=k, positions=positions, table=table)
     _check_rotation("q", q, positions, table, rotary_dim)
     _check_rotation("k", k, positions, table, rotary_dim)
-    require(k.shape[2] == q.shape[2], f"k: head_dim {k.shape[2]} differs from q's {q.shape[2]}")
+    require(k.shape[2] == q.shape[2], f"k: head_dim must equal q's {q.shape[2]}, got {k.shape[2]}")
     return dispatch.select("rope", q.device).apply_qk(unit(q), unit(k), positions.contiguous(), table.contiguous())
 
 

@@ -26,7 +26,7 @@ ABSENT = "no nvcc 12.8 or newer was found when alignkit was installed"
 def library() -> ctypes.CDLL:
     """Return the kernel library; raise BackendError if it is missing or was built from different sources."""
     if not LIBRARY.exists():
-        raise BackendError(f"alignkit's CUDA kernels were not built: {ABSENT}")
+        raise BackendError(f"alignkit's CUDA kernels were not built: {ABSENT}. Install nvcc, then reinstall alignkit")
     lib = built.load(LIBRARY, families.SM90.part)
     lib.alignkit_cuda_error.restype = ctypes.c_char_p
     return lib

@@ -51,7 +51,7 @@ class AlignedAttentionMetadataBuilder(AttentionMetadataBuilder[AlignedAttentionM
     ) -> AlignedAttentionMetadata:
         common = common_attn_metadata
         if common.causal is not True:
-            raise UnsupportedError("non-causal attention")
+            raise UnsupportedError(f"causal: must be True, got {common.causal!r}")
         attention = PagedAttention(common.block_table_tensor, common.query_start_loc, common.seq_lens)
         return AlignedAttentionMetadata(num_tokens=common.num_actual_tokens, attention=attention)
 
@@ -72,16 +72,18 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
         **extra,
     ) -> None:
         refused = {
-            "ALiBi": alibi_slopes is not None,
-            "sliding window": sliding_window is not None,
-            "attention soft cap": bool(logits_soft_cap),
-            f"{attn_type} attention": attn_type != AttentionType.DECODER,
-            "KV cache shared between layers": kv_sharing_target_layer_name is not None,
-            f"{kv_cache_dtype} KV cache": kv_cache_dtype not in ("auto", "bfloat16", "float32"),
-        } | {f"attention with {name}": value is not None for name, value in extra.items()}
+            "alibi_slopes (ALiBi): must be None": alibi_slopes is not None,
+            f"sliding_window: must be None, got {sliding_window}": sliding_window is not None,
+            f"logits_soft_cap (attention soft cap): must be None or 0, got {logits_soft_cap}": bool(logits_soft_cap),
+            f"attn_type: must be {AttentionType.DECODER.value}, got {attn_type}": attn_type != AttentionType.DECODER,
+            "kv_sharing_target_layer_name (KV cache shared between layers): must be None, got "
+            f"{kv_sharing_target_layer_name}": kv_sharing_target_layer_name is not None,
+            f"kv_cache_dtype: must be auto, bfloat16 or float32, got {kv_cache_dtype}": kv_cache_dtype
+            not in ("auto", "bfloat16", "float32"),
+        } | {f"{name}: must be None, got a {type(value).__name__}": value is not None for name, value in extra.items()}
         names = [name for name, present in refused.items() if present]
         if names:
-            raise UnsupportedError(", ".join(names))
+            raise UnsupportedError(f"attention: unsupported settings: {'; '.join(names)}")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -120,8 +122,9 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention of query [T, Hq, D] into output [T, Hq, D], and return output."""
-        if output_scale is not None or output_block_scale is not None:
-            raise UnsupportedError("attention with a quantized output")
+        for name, given in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
+            if given is not None:
+                raise UnsupportedError(f"{name}: must be None, because quantized attention output is not supported")
         if attn_metadata is None:  # a dummy batch: the output is unused but must be finite
             reserve(query, self.num_kv_heads, self.longest)  # vLLM measures peak memory with a dummy batch
             return output.zero_()

@@ -52,7 +52,7 @@ class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
         """Keep the weights as loaded."""
 
     def apply(self, *args, **kwargs):
-        raise UnsupportedError("experts must be computed in MoERunner.forward")
+        raise UnsupportedError("MoE layer: experts must be computed by MoERunner.forward")
 
 
 class AlignedMoERunner(MoERunner):
@@ -62,7 +62,7 @@ class AlignedMoERunner(MoERunner):
         super().__init__(*args, **kwargs)
         self._shared: Any = shared_experts
         if reasons := [reason for reason, present in _unsupported(self) if present]:
-            raise UnsupportedError(f"MoE layer {self.layer_name}: not supported: {', '.join(reasons)}")
+            raise UnsupportedError(f"MoE layer {self.layer_name}: unsupported features: {', '.join(reasons)}")
         if self._shared is not None:
             self._shared.down_proj.reduce_results = True
         ranks, experts = self.moe_config.moe_parallel_config, self.routed_experts
@@ -131,7 +131,10 @@ def _unsupported(runner: Any) -> Iterator[tuple[str, bool]]:
     method = type(experts.quant_method)
     yield f"quantization ({method.__name__})", method is not AlignedExpertsMethod
     shared = type(runner._shared).__name__
-    yield f"shared expert class {shared}", runner._shared is not None and shared not in SHARED_EXPERTS
+    yield (
+        f"shared expert class {shared} (supported: {', '.join(SHARED_EXPERTS)})",
+        runner._shared is not None and shared not in SHARED_EXPERTS,
+    )
     yield "shared experts computed by vLLM", runner.shared_experts is not None
     yield "shared expert gate outside the shared expert", runner.shared_expert_gate is not None
     yield "fused shared experts", placement.num_fused_shared_experts > 0
@@ -139,7 +142,7 @@ def _unsupported(runner: Any) -> Iterator[tuple[str, bool]]:
         "input or output transforms of the routed experts",
         (runner.routed_input_transform or runner.routed_output_transform) is not None,
     )
-    yield f"activation {config.activation}", config.activation != MoEActivation.SILU
+    yield f"activation {config.activation} (supported: silu)", config.activation != MoEActivation.SILU
     yield (
         "SwiGLU parameters (limit, alpha, beta)",
         any(
@@ -151,15 +154,24 @@ def _unsupported(runner: Any) -> Iterator[tuple[str, bool]]:
     yield "expert biases", config.has_bias
     yield "LoRA", config.is_lora_enabled
     yield "router weights applied to the input", experts.apply_router_weight_on_input
-    yield f"router {type(router).__name__}", type(router).__name__ not in ROUTERS
+    yield f"router {type(router).__name__} (supported: {', '.join(ROUTERS)})", type(router).__name__ not in ROUTERS
     softmax = experts.scoring_func == "softmax"
-    yield f"score function {experts.scoring_func}", not softmax and experts.scoring_func != "sigmoid"
+    yield (
+        f"score function {experts.scoring_func} (supported: softmax, sigmoid)",
+        not softmax and experts.scoring_func != "sigmoid",
+    )
     yield "expert groups with softmax scores", softmax and experts.use_grouped_topk
     yield "custom routing function", experts.custom_routing_function is not None
     yield "router bias with softmax scores", softmax and experts.e_score_correction_bias is not None
-    yield "two routed scaling factors", 1.0 not in (runner.routed_scaling_factor, experts.routed_scaling_factor)
+    yield (
+        "routed_scaling_factor in both the runner and the experts",
+        1.0 not in (runner.routed_scaling_factor, experts.routed_scaling_factor),
+    )
     yield "redundant experts", config.num_experts != config.num_logical_experts or ranks.enable_eplb
-    yield f"expert placement {placement.placement_strategy}", placement.placement_strategy != "linear"
+    yield (
+        f"expert placement {placement.placement_strategy} (supported: linear)",
+        placement.placement_strategy != "linear",
+    )
     yield "context parallelism", ranks.pcp_size > 1
     yield "sequence parallelism without data parallelism", ranks.is_sequence_parallel and ranks.dp_size == 1
     yield "deferred all-reduce", getattr(config, "skip_final_all_reduce", False)  # absent in 0.24

@@ -66,7 +66,7 @@ class AlignedEmbeddingMethod(UnquantizedEmbeddingMethod):
         """Keep the weight as loaded."""
 
     def apply(self, layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        raise UnsupportedError("logits must be computed in LogitsProcessor.forward, which keeps them in fp32")
+        raise UnsupportedError("lm_head: logits must be computed by LogitsProcessor.forward, which keeps them in fp32")
 
 
 class _Linear:
@@ -140,7 +140,7 @@ class _Embedding:
         super().__init__(*args, **kwargs)
         _require_plain(self, UnquantizedEmbeddingMethod)
         if self.num_added_embeddings:  # pyright: ignore[reportAttributeAccessIssue] - vLLM's class has it
-            raise UnsupportedError("vocabulary: added embeddings (LoRA) are not supported")
+            raise UnsupportedError("num_added_embeddings (LoRA): must be 0; added embeddings are not supported")
         self.quant_method = AlignedEmbeddingMethod()
 
 
@@ -155,8 +155,10 @@ class AlignedParallelLMHead(_Embedding, ParallelLMHead):
 class AlignedRMSNorm(RMSNorm):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        if self.variance_size_override is not None or not self.has_weight:
-            raise UnsupportedError("RMSNorm: var_hidden_size and a missing weight are not supported")
+        if self.variance_size_override is not None:
+            raise UnsupportedError(f"RMSNorm: var_hidden_size: must be None, got {self.variance_size_override}")
+        if not self.has_weight:
+            raise UnsupportedError("RMSNorm: has_weight: must be True, got False")
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
         if residual is None:
@@ -180,7 +182,9 @@ class _Rotary:
 
     def _make_table(self: Any, positions: int) -> None:
         if not self.is_neox_style:
-            raise UnsupportedError("rotary embedding: the interleaved layout is not supported, only neox")
+            raise UnsupportedError(
+                "rotary embedding: is_neox_style: must be True; the interleaved layout is not supported"
+            )
         device = torch.get_default_device()  # the model's device during the build
         table = ops.rope_table(self.rotary_dim, positions, self.base, scaling=self.scaling)
         # Copy the table, which `ops.rope_table` caches: vLLM's sleep mode frees the memory of a model's buffers.
@@ -198,8 +202,12 @@ class _Rotary:
         return q.view(query.shape), k.view(key.shape)
 
     def _heads(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None):
-        if positions.dim() != 1 or key is None:
-            raise UnsupportedError("rotary embedding: M-RoPE positions and KV sharing between layers are not supported")
+        if positions.dim() != 1:
+            raise UnsupportedError(
+                f"positions: must have 1 dimension, because M-RoPE is not supported, got shape {tuple(positions.shape)}"
+            )
+        if key is None:
+            raise UnsupportedError("key: must be given, because KV sharing between layers is not supported, got None")
         return (t.view(positions.shape[0], -1, self.head_size) for t in (query, key))
 
 
@@ -250,7 +258,7 @@ class AlignedLogitsProcessor(LogitsProcessor):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         if self.logits_as_input:
-            raise UnsupportedError("LogitsProcessor: logits_as_input=True is not supported")
+            raise UnsupportedError("LogitsProcessor: logits_as_input: must be False, got True")
         settings = get_current_vllm_config().additional_config
         self._vocab_size = (
             settings.get(VOCAB_SIZE, self.org_vocab_size) if isinstance(settings, dict) else self.org_vocab_size
@@ -262,7 +270,7 @@ class AlignedLogitsProcessor(LogitsProcessor):
         Ids beyond the engine's vocabulary size have logit -inf: they are never sampled and have no probability.
         """
         if skip_gather:
-            raise UnsupportedError("batch-sharded sampling is not supported")
+            raise UnsupportedError("enable_batch_sharded_sampling: must be False, got True")
         logits = ops.head_logits(
             hidden_states, lm_head.weight, embedding_bias, soft_cap=self.soft_cap, logit_scale=self.scale
         )
@@ -275,10 +283,10 @@ class AlignedLogitsProcessor(LogitsProcessor):
         return logits[..., : self.org_vocab_size]
 
     def get_top_tokens(self, *args, **kwargs):
-        raise UnsupportedError("vocabulary-parallel argmax (speculative decoding) is not supported")
+        raise UnsupportedError("LogitsProcessor.get_top_tokens (speculative decoding) is not supported")
 
     def get_top_k_tokens(self, *args, **kwargs):
-        raise UnsupportedError("vocabulary-parallel top-k (speculative decoding) is not supported")
+        raise UnsupportedError("LogitsProcessor.get_top_k_tokens (speculative decoding) is not supported")
 
 
 ALIGNED = {
@@ -328,7 +336,9 @@ def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = Tr
     taken = sorted(ALIGNED.keys() & registry.keys())
     taken += [name for file, name, cls in model_classes if getattr(file, name) is not cls]
     if taken or entry.is_overridden():
-        raise UnsupportedError(f"{', '.join(taken) or entry.name}: already replaced by another vLLM plugin")
+        raise UnsupportedError(
+            f"{', '.join(taken) or entry.name}: already replaced by another vLLM plugin. Disable that plugin"
+        )
     # vLLM caches rotary embeddings and attention backends globally: clear both caches here and at the end.
     ropes = dict(rotary_embedding._ROPE_DICT)
     backend = AlignedAttentionBackend
@@ -357,4 +367,6 @@ def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = Tr
 def _require_plain(layer: Any, method: type) -> None:
     if type(layer.quant_method) is not method:
         name = type(layer.quant_method).__name__
-        raise UnsupportedError(f"{type(layer).__name__}: quantization is not supported ({name})")
+        raise UnsupportedError(
+            f"{type(layer).__name__}.quant_method (quantization): must be {method.__name__}, got {name}"
+        )

@@ -145,7 +145,7 @@ class Watch:
 
     def _attention_fault(self, module: Attention) -> str | None:
         if type(module.impl) is not AlignedAttentionImpl:
-            return f"attention by {type(module.impl).__name__}"
+            return f"attention must be computed by {AlignedAttentionImpl.__name__}, got {type(module.impl).__name__}"
         if not _methods(AlignedAttentionImpl).isdisjoint(vars(module.impl)):
             return f"{_shadowed(module.impl)} of its attention was replaced"
         # vLLM runs the attention module that is registered under the layer's name, not the one in the model.
@@ -189,7 +189,7 @@ def _faults(module: torch.nn.Module) -> list[str]:
     method = own.get("quant_method")
     if method is not None and type(module) in _METHOD_OF:
         if type(method) is not _METHOD_OF[type(module)]:
-            found.append(f"computed by {type(method).__name__}")
+            found.append(f"must be computed by {_METHOD_OF[type(module)].__name__}, got {type(method).__name__}")
         elif vars(method) and not _methods(type(method)).isdisjoint(vars(method)):
             found.append(f"{_shadowed(method)} of its {type(method).__name__} was replaced")
     return found
@@ -204,7 +204,7 @@ _METHOD_OF = {aligned: AlignedLinearMethod for name, aligned in ALIGNED.items() 
 
 def _sampling_faults(part: Any, kind: type) -> list[str]:
     if type(part) is not kind:
-        return [f"logprobs by {type(part).__name__}"]
+        return [f"must be {kind.__name__}, got {type(part).__name__}"]
     if kind is TopKTopPSampler:  # vLLM binds `forward` to one of its methods
         own = getattr(part.forward, "__self__", None) is part and part.forward.__func__ in vars(kind).values()
         return [] if own and not part._forward_hooks and not part._forward_pre_hooks else ["its forward was replaced"]

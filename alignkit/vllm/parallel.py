@@ -62,7 +62,8 @@ class AcrossReplicas(EngineTP):
             rows < longest and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         ):
             raise BackendError(
-                f"rows: a rank has {rows}, but vLLM's replicas have {metadata.num_tokens_across_dp_cpu.tolist()} tokens"
+                f"tokens: a rank must have at most {longest}, from the numbers of tokens of vLLM's replicas "
+                f"{metadata.num_tokens_across_dp_cpu.tolist()} (exactly {longest} in CUDA graph capture), got {rows}"
             )
         return longest
 

@@ -58,7 +58,11 @@ def fusions(pass_config) -> list[str]:
 
 
 def _off(field: str, feature: str) -> Row:
-    return Row(field, lambda value, _: value is None or value is False, feature)
+    def message(value: Any, _: Any) -> str:
+        given = repr(value) if isinstance(value, (bool, int, str)) else f"a {type(value).__name__}"
+        return f"{field} ({feature}): must be {False if value is True else None}, got {given}"
+
+    return Row(field, lambda value, _: value is None or value is False, message)
 
 
 def _is_vocab_size(additional, model_config) -> bool:
@@ -82,14 +86,12 @@ ENGINE = Policy(
         Row(
             "device_config",
             lambda device, asked: device.device_type == asked.version.family.device_type,
-            lambda device, _: (
-                f"device {device.device_type} (no {device.device_type.upper()} backend yet for this version of vLLM)"
-            ),
+            lambda device, _: f"device: alignkit does not support {device.device_type} yet with this version of vLLM",
         ),
         Row(
             "quant_config",
             lambda quantization, _: quantization is None,
-            lambda quantization, _: f"quantization ({type(quantization).__name__})",
+            lambda quantization, _: f"quantization: must be None, got {type(quantization).__name__}",
         ),
         _off("lora_config", "LoRA"),
         _off("speculative_config", "speculative decoding"),
@@ -99,16 +101,24 @@ ENGINE = Policy(
         Row(
             "offload_config",
             lambda offload, _: offload.uva.cpu_offload_gb <= 0 and offload.prefetch.offload_group_size <= 0,
-            "weight offloading",
+            "cpu_offload_gb / offload_group_size (weight offloading): must be 0",
         ),
-        Row("aux_output_config", lambda aux, _: not aux.enable_return_routed_experts, "return of routed experts"),
-        Row("additional_config", lambda value, _: isinstance(value, dict), "additional_config (must be a dict)"),
+        Row(
+            "aux_output_config",
+            lambda aux, _: not aux.enable_return_routed_experts,
+            "enable_return_routed_experts (return of routed experts): must be False, got True",
+        ),
+        Row(
+            "additional_config",
+            lambda value, _: isinstance(value, dict),
+            "additional_config: must be a dict, got {value!r:.200}",
+        ),
         Row(
             "additional_config",
             lambda value, asked: _is_vocab_size(value, asked.config.model_config),
             lambda value, asked: (
-                f"{VOCAB_SIZE} {value[VOCAB_SIZE]!r} (must be an int in [1, "
-                f"{asked.config.model_config.get_vocab_size()}], the model's vocabulary size)"
+                f"{VOCAB_SIZE}: must be an int of at least 1 and at most the model's vocabulary size "
+                f"{asked.config.model_config.get_vocab_size()}, got {value[VOCAB_SIZE]!r:.200}"
             ),
         ),
     ),
@@ -130,16 +140,24 @@ MODEL = Policy(
         pooler_config multimodal_config
     """,
     rows=(
-        _off("quantization", "quantization ({value})"),
-        Row("dtype", lambda dtype, _: dtype in (torch.bfloat16, torch.float32), "dtype {value}"),
+        Row("quantization", lambda method, _: method is None or method is False, "{field}: must be None, got {value}"),
+        Row(
+            "dtype",
+            lambda dtype, _: dtype in (torch.bfloat16, torch.float32),
+            "{field}: must be bfloat16 or float32, got {value}",
+        ),
         # Other formats read other files, but the training side is built from config.json.
-        Row("config_format", lambda name, _: name in ("auto", "hf"), "config_format {value}"),
-        Row("model_impl", lambda impl, _: impl in ("auto", "vllm"), "model_impl {value}"),
-        Row("logprobs_mode", lambda mode, _: mode in LOGPROBS_MODES, "logprobs_mode {value}"),
+        Row("config_format", lambda name, _: name in ("auto", "hf"), "{field}: must be auto or hf, got {value}"),
+        Row("model_impl", lambda impl, _: impl in ("auto", "vllm"), "{field}: must be auto or vllm, got {value}"),
+        Row(
+            "logprobs_mode",
+            lambda mode, _: mode in LOGPROBS_MODES,
+            f"{{field}}: must be {' or '.join(LOGPROBS_MODES)}, got {{value}}",
+        ),
         Row(
             "logits_processors",
             lambda given, asked: not given or asked.config.model_config.logprobs_mode != "processed_logprobs",
-            "custom logits processors with processed_logprobs",
+            "{field} (custom logits processors): must be None with logprobs_mode processed_logprobs",
         ),
         _off("enable_prompt_embeds", "prompt embeddings"),
         _off("enable_return_routed_experts", "return of routed experts"),
@@ -165,25 +183,38 @@ PARALLEL = Policy(
         _coord_store_port _api_process_count _api_process_rank
     """,
     rows=(
-        Row("distributed_executor_backend", lambda name, _: name in EXECUTORS, "executor {value}"),
-        Row("pipeline_parallel_size", lambda size, _: size <= 1, "pipeline parallelism"),
+        Row(
+            "distributed_executor_backend",
+            lambda name, _: name in EXECUTORS,
+            "{field}: must be uni, mp, external_launcher or ray, got {value}",
+        ),
+        Row("pipeline_parallel_size", lambda size, _: size <= 1, "{field}: must be 1, got {value}"),
         Row(
             "data_parallel_size",
             lambda size, asked: size <= 1 or asked.version.replicas,
-            "data parallelism inside vLLM (untested on GPUs with this version; start one engine per replica)",
+            "{field}: must be 1 with this version of vLLM (larger values are untested on GPUs), got {value}. "
+            "Start one engine per replica",
         ),
-        Row("decode_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
-        Row("prefill_context_parallel_size", lambda size, _: size <= 1, "context parallelism"),
+        Row("decode_context_parallel_size", lambda size, _: size <= 1, "{field}: must be 1, got {value}"),
+        Row("prefill_context_parallel_size", lambda size, _: size <= 1, "{field}: must be 1, got {value}"),
         _off("enable_batch_sharded_sampling", "batch-sharded sampling"),
-        _off("enable_eplb", "expert load balancing (EPLB)"),
-        Row("eplb_config", lambda eplb, _: eplb.num_redundant_experts == 0, "redundant experts"),
-        Row("expert_placement_strategy", lambda name, _: name == "linear", "expert_placement_strategy {value}"),
-        Row("all2all_backend", lambda name, asked: name == ALL2ALL or not asked.exchanges, "all2all_backend {value}"),
+        _off("enable_eplb", "expert load balancing, EPLB"),
+        Row(
+            "eplb_config",
+            lambda eplb, _: eplb.num_redundant_experts == 0,
+            "num_redundant_experts: must be 0, got {value.num_redundant_experts}",
+        ),
+        Row("expert_placement_strategy", lambda name, _: name == "linear", "{field}: must be linear, got {value}"),
+        Row(
+            "all2all_backend",
+            lambda name, asked: name == ALL2ALL or not asked.exchanges,
+            f"{{field}}: must be {ALL2ALL}, got {{value}}",
+        ),
         _off("enable_elastic_ep", "elastic expert parallelism"),
         Row(
             "enable_fault_tolerance",
             lambda on, asked: not (on and asked.config.parallel_config.data_parallel_size > 1),
-            "fault-tolerant data parallelism (enable_fault_tolerance)",
+            "{field} (fault-tolerant data parallelism): must be False with data_parallel_size > 1, got {value}",
         ),
     ),
 )
@@ -205,7 +236,10 @@ CACHE = Policy(
         Row(
             "cache_dtype",
             lambda dtype, asked: dtype in ("auto", str(asked.config.model_config.dtype).removeprefix("torch.")),
-            "{value} KV cache",
+            lambda dtype, asked: (
+                f"kv_cache_dtype: must be auto or the model's dtype "
+                f"{str(asked.config.model_config.dtype).removeprefix('torch.')}, got {dtype}"
+            ),
         ),
     ),
 )
@@ -236,10 +270,12 @@ ATTENTION = Policy(
         Row(
             "backend",
             lambda backend, asked: backend is None or backend.name == asked.version.attention,
-            "attention_backend {value.name}",
+            lambda backend, asked: f"attention_backend: must be None or {asked.version.attention}, got {backend.name}",
         ),
         Row(
-            "backend_per_kind", lambda backends, _: not backends, "attention backends per layer kind (backend_per_kind)"
+            "backend_per_kind",
+            lambda backends, _: not backends,
+            "{field} (attention backends per layer kind): must be empty, got {value!r:.200}",
         ),
     ),
 )
@@ -261,39 +297,48 @@ COMPILATION = Policy(
         Row(
             "mode",
             lambda _, asked: asked.version.graphs or not asked.compiles,
-            "torch.compile (set enforce_eager=True)",
+            "enforce_eager: must be True with this version of vLLM, for which torch.compile is not supported",
         ),
-        Row("mode", lambda mode, _: mode.name in ("NONE", "VLLM_COMPILE"), "compilation mode {value.name}"),
+        Row(
+            "mode",
+            lambda mode, _: mode.name in ("NONE", "VLLM_COMPILE"),
+            "mode (compilation mode): must be NONE or VLLM_COMPILE, got {value.name}",
+        ),
         Row(
             "cudagraph_mode",
             lambda _, asked: asked.version.graphs or not asked.captures,
-            "CUDA graphs (set enforce_eager=True)",
+            "enforce_eager: must be True with this version of vLLM, for which CUDA graphs are not supported",
         ),
         Row(
             "cudagraph_mode",
             lambda _, asked: not (asked.captures and dist.strict()),
-            "ALIGNKIT_STRICT=1 with CUDA graphs (it synchronizes with the device; set enforce_eager=True)",
+            "ALIGNKIT_STRICT: must be 0 with CUDA graphs, because it synchronizes with the device. Change it, or set "
+            "enforce_eager=True",
         ),
         Row(
             "backend",
             lambda backend, asked: not asked.compiles or backend in ("inductor", "eager"),
-            "compilation backend {value}",
+            "backend (compilation backend): must be inductor or eager, got {value}",
         ),
         Row(
             "use_inductor_graph_partition",
             lambda value, asked: not (asked.compiles and value),
-            "graph partitioning by inductor (use_inductor_graph_partition)",
+            "{field} (graph partitioning by inductor): must be False, got {value}",
         ),
-        Row("inductor_passes", lambda passes, _: not passes, "custom compiler passes (inductor_passes)"),
+        Row(
+            "inductor_passes",
+            lambda passes, _: not passes,
+            "{field} (custom compiler passes): must be empty, got {value!r:.200}",
+        ),
         Row(
             "cache_dir",
             lambda folder, asked: not (asked.compiles and folder),
-            "custom cache_dir for compiled models (it may contain models of stock engines)",
+            "{field}: must not be set, because the folder may contain models compiled by stock engines, got {value}",
         ),
         Row(
             "pass_config",
             lambda passes, _: not fusions(passes),
-            lambda passes, _: f"compiler fusion passes ({', '.join(fusions(passes))})",
+            lambda passes, _: f"pass_config (compiler fusion passes): must be off, got {', '.join(fusions(passes))}",
         ),
     ),
 )

@@ -39,19 +39,21 @@ def refuse_config(config) -> None:
     reasons += [
         name
         for name, present in {
-            "the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)": config.use_v2_model_runner
+            "VLLM_USE_V2_MODEL_RUNNER (V2 model runner): must be 0 in this vLLM": config.use_v2_model_runner
             and not asked.version.graphs,
-            "overlapping micro-batches": config.parallel_config.use_ubatching,
-            f"runner {model.runner_type}": model.runner_type != "generate",
-            "VLLM_BATCH_INVARIANT=1 (it selects other kernels; unset it)": _is_set("VLLM_BATCH_INVARIANT"),
-            "the Rust front end (VLLM_USE_RUST_FRONTEND; it would accept unsupported requests)": _is_set(
+            "enable_dbo / ubatch_size (overlapping micro-batches): must be off": config.parallel_config.use_ubatching,
+            f"runner: must be generate, got {model.runner_type}": model.runner_type != "generate",
+            "VLLM_BATCH_INVARIANT: must be 0 or unset; it selects other kernels": _is_set("VLLM_BATCH_INVARIANT"),
+            "VLLM_USE_RUST_FRONTEND: must be 0 or unset; the Rust front end accepts unsupported requests": _is_set(
                 "VLLM_USE_RUST_FRONTEND"
             ),
-            "Ray's V1 executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0; its steps bypass the worker's checks)": (
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND: must be 1; Ray's V1 executor bypasses the worker's checks": (
                 config.parallel_config.distributed_executor_backend == "ray"
                 and not _is_set("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", default="1")
             ),
-            "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH)": _is_set("VLLM_USE_BREAKABLE_CUDAGRAPH"),
+            "VLLM_USE_BREAKABLE_CUDAGRAPH (breakable CUDA graphs): must be 0 or unset": _is_set(
+                "VLLM_USE_BREAKABLE_CUDAGRAPH"
+            ),
         }.items()
         if present
     ]
@@ -80,24 +82,32 @@ def _is_set(variable: str, default: str = "0") -> bool:
 def _model_reasons(hf, sliding_window: int | None, version: Version) -> list[str]:
     architectures = tuple(hf.architectures or ())
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        moe = "MoE, " if _EXPERT_COUNTS & vars(hf).keys() else ""
-        return [f"model architecture {', '.join(architectures)} ({moe}supported: {', '.join(ARCHITECTURES)})"]
+        moe = " (MoE)" if _EXPERT_COUNTS & vars(hf).keys() else ""
+        given = f"{', '.join(architectures) or 'none'}{moe}"
+        return [f"architectures: must be one of {', '.join(ARCHITECTURES)}, got {given}"]
     if architectures[0] in version.without:
-        return [f"{architectures[0]} in this version of vLLM ({version.without[architectures[0]]})"]
+        why = version.without[architectures[0]]
+        return [f"architectures: {architectures[0]} is not supported with this version of vLLM, in which {why}"]
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     reasons = []
     known = ROPE_TYPES.get(rope.pop("rope_type", "default"))
-    if known is None or rope.keys() - {"type", "rope_theta", "partial_rotary_factor", *known}:
-        reasons.append(f"rope scaling ({hf.rope_parameters})")
+    if known is None:
+        types, given = ", ".join(ROPE_TYPES), hf.rope_parameters["rope_type"]
+        reasons.append(f"rope_parameters (RoPE scaling): rope_type must be one of {types}, got {given!r:.200}")
+    elif others := rope.keys() - {"type", "rope_theta", "partial_rotary_factor", *known}:
+        reasons.append(f"rope_parameters (RoPE scaling): unsupported fields: {', '.join(sorted(others))}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and ARCHITECTURES[architectures[0]].rotary_factor is None:
-        reasons.append("partial rotary embedding")
+        factor = rope["partial_rotary_factor"]
+        reasons.append(f"partial_rotary_factor: must be 1 for {architectures[0]}, got {factor}")
     layer_types = set(getattr(hf, "layer_types", None) or ())
-    if sliding_window is not None or layer_types - {"full_attention"}:
-        reasons.append("sliding window")
+    if sliding_window is not None:
+        reasons.append(f"sliding_window: must be null, got {sliding_window}")
+    elif others := layer_types - {"full_attention"}:
+        reasons.append(f"layer_types: must be full_attention for every layer, got {', '.join(map(str, others))}")
     if not getattr(hf, "is_causal", True):
-        reasons.append("non-causal attention")
+        reasons.append("is_causal: must be true, got false")
     if getattr(hf, "dual_chunk_attention_config", None) is not None:
-        reasons.append("dual chunk attention")
+        reasons.append("dual_chunk_attention_config: must be null")
     return reasons
 
 
@@ -113,8 +123,8 @@ def _config_reasons(model_config, parallel) -> list[str]:
 def _expert_reasons(read: Architecture, parallel) -> list[str]:
     """Return the parallel sizes that do not divide the contract's tree over an expert's features, or over experts."""
     ranks, replicas = parallel.tensor_parallel_size, parallel.data_parallel_size
-    by_rank = f"tensor_parallel_size {ranks}"
-    by_all = by_rank + (f" of {replicas} replicas" if replicas > 1 else "")
+    by_rank = "tensor_parallel_size"
+    by_all = by_rank + (" * data_parallel_size" if replicas > 1 else "")
     if parallel.enable_expert_parallel:
         cuts = [(by_all, ranks * replicas, f"{read.experts} experts", ExpertTree.of(read.experts).groups)]
     else:
@@ -127,7 +137,7 @@ def _expert_reasons(read: Architecture, parallel) -> list[str]:
         if width:
             cuts.append((by_rank, ranks, f"{width} features of {layer}", k_leaves(width)))
     return [
-        f"{asked} ({size} ranks must divide {parts}: the contract splits {what} into {parts} parts)"
+        f"{asked}: must divide {parts}, because the contract splits the {what} into {parts} parts, got {size}"
         for asked, size, what, parts in cuts
         if parts % size
     ]
@@ -177,7 +187,7 @@ def refuse_model(model: torch.nn.Module, aligned: tuple[type, ...]) -> dict[str,
             counts[name] = counts.get(name, 0) + 1
             if not getattr(module, "reduce_results", True):
                 raise UnsupportedError(
-                    f"{path}: reduce_results=False is not supported; the layer must return complete sums"
+                    f"{path}.reduce_results: must be True, because the layer must return complete sums, got False"
                 )
         elif name not in STRUCTURE or not type(module).__module__.startswith(("vllm.", "torch.")):
             unsupported.append(f"{path or 'the model'} ({name})")

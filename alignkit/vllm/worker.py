@@ -40,7 +40,7 @@ class AlignedWorker(resolve(installed().worker)):
             return
         runner = self.model_runner
         if type(runner.sampler).__name__ != "Sampler":
-            raise UnsupportedError(f"sampler {type(runner.sampler).__name__} is not supported, only Sampler")
+            raise UnsupportedError(f"sampler: must be vLLM's Sampler, got a {type(runner.sampler).__name__}")
         runner.sampler = AlignedSampler(self.model_config.logprobs_mode, self.model_config.use_fp64_gumbel)
 
     def load_model(self, **kwargs) -> None:

@@ -1,4 +1,7 @@
-"""Plot of drift by step, rendered to SVG on the server. The element order of a point is that of `state.summary`."""
+"""Plot of drift by step, rendered to SVG on the server.
+
+A point is [first step, last step, tokens, unequal, largest], as in `state.summary`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import io
 import math
 
 _MAX_CURVES = 8
-"""Maximum number of per-rank curves; with more ranks, one curve shows the worst rank."""
+"""Maximum number of per-rank curves.
+
+With more ranks, one curve shows all: the largest difference, and the sum of unequal logprobs.
+"""
 
 
 def svg(curves: list[dict]) -> bytes:
@@ -20,7 +26,7 @@ def svg(curves: list[dict]) -> bytes:
         axes.margins(y=0.1)
     combined = len(curves) > _MAX_CURVES
     for label, points in (
-        [(f"worst of {len(curves)} ranks", _worst(curves))]
+        [(f"all {len(curves)} ranks", _all_ranks(curves))]
         if combined
         else [(f"rank {curve['rank']}", curve["points"]) for curve in curves]
     ):
@@ -54,8 +60,11 @@ def svg(curves: list[dict]) -> bytes:
     return out.getvalue()
 
 
-def _worst(curves: list[dict]) -> list[list]:
-    """Return the curve over all ranks: per last step, the summed tokens and the largest difference."""
+def _all_ranks(curves: list[dict]) -> list[list]:
+    """Merge the curves of all ranks.
+
+    A merged point has, per last step, the sums of tokens and unequal logprobs, and the largest difference.
+    """
     merged: dict[int, list] = {}
     for curve in curves:
         for first, last, tokens, unequal, largest in curve["points"]:

@@ -1,7 +1,8 @@
 """A pytest plugin for ``sanitize.py``: exclude kernels that a tool cannot analyze, and run a part of the tests.
 
-``ALIGNKIT_WITHOUT`` names GEMM providers, and ops whose CUDA kernels are excluded. ``ALIGNKIT_PART`` is the part of the
-tests to run: "0/4" is every fourth test, starting with the first.
+``ALIGNKIT_WITHOUT``: names of kernels, as `alignkit doctor --explain` prints them, and of op folders whose CUDA kernels
+are excluded; separated by spaces. ``ALIGNKIT_PART``: the part of the tests to run; "0/4" is every fourth test, starting
+with the first.
 """
 
 import os
@@ -12,7 +13,8 @@ from alignkit.runtime import dispatch, families
 class ExcludedKernel(dispatch.Kernel):
     """A kernel that rejects every problem.
 
-    It stays in the dispatch order, because dispatch calls a backend's only kernel without asking it.
+    It takes the place of a kernel with a rule. If that kernel were removed, a kernel without a rule could become first,
+    and dispatch would select it for every problem.
     """
 
     def rejects(self, problem: object) -> str:
@@ -27,7 +29,7 @@ def exclude_kernels(names: list[str]) -> None:
         result = []
         for kernel in original(op):
             if kernel.name in names or (kernel.backend == families.CUDA and kernel.folder in names):
-                if not kernel.rule:  # the only kernel of its backend
+                if not kernel.rule:  # without a rule: dispatch would not call `rejects`, so remove it
                     continue
                 kernel = ExcludedKernel(**vars(kernel))
             result.append(kernel)

@@ -58,7 +58,10 @@ def test_apply_replaces_and_undo_restores():
 
 
 def test_a_second_apply_with_other_options_is_rejected():
-    with EnginePatch.apply(size=7), pytest.raises(InputError, match="size: 8, but the engine is patched with 7"):
+    with (
+        EnginePatch.apply(size=7),
+        pytest.raises(InputError, match="size: must be 7, with which the engine is already patched, got 8"),
+    ):
         EnginePatch.apply(size=8)
     assert stock() == STOCK
 
@@ -73,7 +76,7 @@ def test_a_patch_that_fails_restores_everything(monkeypatch):
 def test_undo_rejects_a_later_replacement(monkeypatch):
     handle = EnginePatch.apply(size=7)
     monkeypatch.setattr(module, "function", "theirs")
-    with pytest.raises(UnsupportedError, match="engine.module.function: has been replaced since patch_engine"):
+    with pytest.raises(UnsupportedError, match="engine.module.function: was replaced after patch_engine"):
         handle.undo()
     assert stock() == (7, "ours", "theirs", True) and EnginePatch.live() is handle
     handle.check_in_force(but=("function",))

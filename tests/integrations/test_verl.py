@@ -246,18 +246,18 @@ def test_an_unsupported_recipe_is_rejected_before_a_worker_starts(verl):
         verl(_start_trainer, [*recipe, "actor_rollout_ref.rollout.top_p=0.9"])
 
 
-def _require_known_functions(state):
+def _require_tested_functions(state):
     in_verl.load_integration()
-    from alignkit.integrations.functions import require_known
+    from alignkit.integrations.functions import require_tested
 
     module = importlib.import_module(in_verl.TRANSFORMER)
-    require_known("verl", in_verl.stock_function("_lm_head_logits_processor"))
-    require_known("verl", module.MegatronEngineWithLMHead.forward_step)
+    require_tested("verl", in_verl.stock_function("_lm_head_logits_processor"))
+    require_tested("verl", module.MegatronEngineWithLMHead.forward_step)
 
 
 def test_a_changed_function_is_rejected(verl):
     with pytest.raises(UnsupportedError, match="forward_step"):
-        verl(_require_known_functions)
+        verl(_require_tested_functions)
 
 
 def _undo(state):

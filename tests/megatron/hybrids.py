@@ -63,7 +63,9 @@ WRONG = {
     "temperature": lambda model, call: call.update(temperature=0.7),
     "packed_seq_params": lambda model, call: call.update(packed_seq_params="x"),
     "hybrid_layer_pattern": lambda model, call: workers._attribute(model, "hybrid_layer_pattern", "*-|*-"),
-    "hybrid_layer_pattern: M": lambda model, call: workers._attribute(model, "hybrid_layer_pattern", "*-M-"),
+    "hybrid_layer_pattern: must contain only * (attention) and - (dense MLP), got M": lambda model, call: (
+        workers._attribute(model, "hybrid_layer_pattern", "*-M-")
+    ),
     "decoder.final_norm": lambda model, call: workers._hook(model.decoder.final_norm),
     "HybridModel.forward": lambda model, call: workers._attribute(
         hybrid_model.HybridModel, "forward", lambda *args, **kwargs: None

@@ -34,6 +34,7 @@ def patch_invariants(model):
 
 
 MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
+"""Attributes that Megatron sets on parameters; undo must restore them."""
 
 
 def assert_same_state(a, b):
@@ -261,7 +262,7 @@ UNSUPPORTED = {
     "tp_group": _set_at("tp_group", None),
     "forward": _set_at("forward", print),
     "bias": _set_at("bias", torch.zeros(2), "decoder.layers.1.mlp.linear_fc1"),
-    "the aligned parent module would ignore": _adapter,
+    "must not have parameters": _adapter,
     "QuantLinear": lambda model: _replaced_child(
         model.decoder.layers[0].mlp, "linear_fc2", _subclass(model.decoder.layers[0].mlp.linear_fc2)
     ),
@@ -283,13 +284,16 @@ FIELDS = {
     "delay_wgrad_compute": True,
     "layernorm_zero_centered_gamma": True,
 }
+"""Config field -> unsupported value that the last rank alone sets. The error must contain the field's name."""
 
 
 def errors_by_change(tp, model_dir):
     """Make each change of `UNSUPPORTED` and set each config field of `FIELDS` on the last rank alone.
 
+    After each change is undone, the bits must be the original ones.
+
     Returns:
-        The names of all changes, and name -> error of this rank's forward. Undoing a change must restore the bits.
+        The names of all changes, and name -> error of this rank's forward.
     """
     with workers.megatron(tp), patch_megatron(read_architecture(model_dir).vocab), torch.no_grad():
         model = build(model_dir)
@@ -312,6 +316,7 @@ def errors_by_change(tp, model_dir):
 
 
 def attention_dropout(tp, model_dir):
+    """Run in evaluation mode, which is accepted, then in training, which must raise."""
     with workers.megatron(tp), patch_megatron(300):
         model = build(model_dir, attention_dropout=0.1)
         tokens = torch.tensor(TOKENS, device=workers.DEVICE)

@@ -97,8 +97,8 @@ def cases():
     right = "labels: must be in [0, 300) or equal ignore_index, -100, "
     yield f"{right}got 300 at [1, 2]", dict(labels=torch.tensor([[0, 0, 0], [0, 0, 300]]))
     yield f"{right}got -1 at [0, 1]", dict(labels=torch.tensor([[0, -1, 0], [0, 0, 0]]))
-    yield "input_ids: must not be empty, got 0 rows of 3 tokens", dict(tokens=TOKENS[:0], labels=TOKENS[:0])
-    yield "input_ids: must not be empty, got 2 rows of 0 tokens", dict(tokens=TOKENS[:, :0], labels=TOKENS[:, :0])
+    yield "input_ids: must not be empty, got 0 sequences of 3 tokens", dict(tokens=TOKENS[:0], labels=TOKENS[:0])
+    yield "input_ids: must not be empty, got 2 sequences of 0 tokens", dict(tokens=TOKENS[:, :0], labels=TOKENS[:, :0])
 
 
 def ask(model, tokens=TOKENS, position_ids=None, attention_mask=None, labels=TOKENS, **asked):
@@ -172,7 +172,7 @@ def test_invalid_field_of_packed_seq_params_raises_an_error_that_names_it(fields
 
 
 def test_packed_micro_batch_may_have_empty_sequences_but_not_be_empty(model):
-    with pytest.raises(InputError, match="input_ids: must not be empty, got 1 rows of 0 tokens"):
+    with pytest.raises(InputError, match="input_ids: must not be empty, got 1 sequences of 0 tokens"):
         ask(model, tokens=TOKENS[:1, :0], labels=TOKENS[:1, :0], packed_seq_params=packed((0,)))
     tokens = TOKENS[:1]
     some = ask(model, tokens=tokens, labels=tokens, packed_seq_params=packed((0, 3, 3)))  # two empty sequences

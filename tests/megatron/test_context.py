@@ -108,7 +108,7 @@ def test_four_ranks_give_the_logprob_bits_of_one(how, packed, checkpoint, rows, 
     "change, packed, kind, named",
     [
         (layouts.wrong_token, False, InputError, "input_ids: .*300"),
-        (layouts.other_lengths, True, InputError, "packed_seq_params: differs .* of the context-parallel group"),
+        (layouts.other_lengths, True, InputError, "packed_seq_params: must be equal .* of the context-parallel group"),
         (layouts.odd_lengths, True, InputError, "cu_seqlens must be multiples of 4"),
         (layouts.wrong_label, False, InputError, r"labels: must be in \[0, 300\) .*, got 300 at"),
         (layouts.wrong_mask, False, UnsupportedError, "attention_mask"),

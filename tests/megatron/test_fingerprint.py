@@ -56,4 +56,6 @@ def test_fingerprint_counts_each_value(checkpoint, patched):
 
 def test_error_on_both_ranks_says_what_differs(checkpoint, pair):
     for kind, message in pair.run(2, workers.wrong_on_one_rank, checkpoint(), "eps of norms"):
-        assert kind == InputError.__name__ and message.startswith("eps of norms: differs") and "1 x 0.001" in message
+        assert (
+            kind == InputError.__name__ and message.startswith("eps of norms: must be equal") and "1 x 0.001" in message
+        )

@@ -127,7 +127,7 @@ def test_pipeline_with_context_parallelism_gives_the_logprobs_of_one_process(che
         (
             layouts.change_rotary_base,
             InputError,
-            "rotary_base: differs between the ranks of the pipeline-parallel group",
+            "rotary_base: must be equal on all ranks of the pipeline-parallel group",
         ),
         (layouts.change_layer_number, InputError, "must have layers 1 to 4 in order, got [1, 2, 1, 4]"),
     ],

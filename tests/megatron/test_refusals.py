@@ -32,7 +32,7 @@ def model(checkpoint, patched):
         ("num_moe_experts", 8, "MoE"),
         ("multi_latent_attention", True, "MLA"),
         ("mtp_num_layers", 1, "MTP"),
-        ("pipeline_dtype", torch.float32, "only params_dtype"),
+        ("pipeline_dtype", torch.float32, "must equal params_dtype"),
         ("context_parallel_size", 2, "must be 1, the size of the model's context-parallel group"),
         ("context_parallel_size", 8, "must divide query heads = 4, got 8"),
         ("cp_comm_type", "a2a+p2p", "no hierarchical context parallelism"),
@@ -49,7 +49,7 @@ def model(checkpoint, patched):
         ("apply_query_key_layer_scaling", True, "apply_query_key_layer_scaling"),
         ("activation_func", F.gelu, "SwiGLU"),
         ("gated_linear_unit", False, "SwiGLU"),
-        ("normalization", "LayerNorm", "normalization: 'LayerNorm' is not supported, only 'RMSNorm'"),
+        ("normalization", "LayerNorm", "normalization: must be 'RMSNorm', got 'LayerNorm'"),
         ("layernorm_zero_centered_gamma", True, "layernorm_zero_centered_gamma"),
         ("add_bias_linear", True, "add_bias_linear"),
         ("fp32_residual_connection", True, "fp32_residual_connection"),
@@ -302,9 +302,9 @@ def test_inconsistent_packed_seq_params_are_rejected(model):
             model(TOKENS, None, None, packed_seq_params=packed(ends))
     with pytest.raises(InputError, match="max_seqlen = 2, got 1, 3"):
         model(TOKENS, None, None, packed_seq_params=packed([1, 4], max_seqlen_q=2, max_seqlen_kv=2))
-    with pytest.raises(InputError, match="must be the same for queries and keys"):
+    with pytest.raises(InputError, match="cu_seqlens_q(_padded)? and cu_seqlens_kv(_padded)? must be given and equal"):
         model(TOKENS, None, None, packed_seq_params=packed([2, 4], cu_seqlens_kv=torch.tensor([0, 3, 4])))
-    with pytest.raises(InputError, match="must be the same for queries and keys"):
+    with pytest.raises(InputError, match="cu_seqlens_q(_padded)? and cu_seqlens_kv(_padded)? must be given and equal"):
         model(TOKENS, None, None, packed_seq_params=packed([2, 4], cu_seqlens_kv=torch.tensor([0, 4])))
     with pytest.raises(UnsupportedError, match="bshd"):
         model(TOKENS, None, None, packed_seq_params=packed([2, 4], qkv_format="bshd"))
@@ -334,7 +334,8 @@ def test_tokens_outside_the_unpadded_vocabulary_are_rejected(token, model):
 def test_sequence_length_that_the_ranks_do_not_divide_is_rejected(model):
     model.config.sequence_parallel, model.config.tensor_model_parallel_size = True, 2
     with pytest.raises(
-        InputError, match="input_ids: sequence parallelism requires a multiple of 2 tokens in a row, got 3"
+        InputError,
+        match="input_ids: sequence parallelism requires a number of tokens per sequence divisible by tp = 2, got 3",
     ):
         model(torch.tensor([[1, 2, 3]]), None, None)
 

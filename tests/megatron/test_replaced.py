@@ -109,7 +109,7 @@ def wrapped(stock):
 def test_replaced_method_of_a_class_is_rejected(owner, name, how, model, monkeypatch):
     monkeypatch.setattr(owner, name, how(getattr(owner, name)))
     try:
-        with pytest.raises(UnsupportedError, match=f"{owner.__qualname__}.{name}: has been replaced"):
+        with pytest.raises(UnsupportedError, match=f"{owner.__qualname__}.{name}: was replaced"):
             model(TOKENS, None, None)
     finally:
         monkeypatch.undo()
@@ -127,20 +127,20 @@ def test_method_replaced_before_the_patch_is_rejected(world, monkeypatch):
 
 def test_override_of_an_inherited_method_is_rejected(model, monkeypatch):
     monkeypatch.setattr(SelfAttention, "_call_impl", wrapped(SelfAttention._call_impl), raising=False)
-    with pytest.raises(UnsupportedError, match="SelfAttention._call_impl: has been replaced"):
+    with pytest.raises(UnsupportedError, match="SelfAttention._call_impl: was replaced"):
         model(TOKENS, None, None)
 
 
 def test_patched_name_replaced_by_others_is_rejected(model, monkeypatch):
     monkeypatch.setattr(attention, "apply_rotary_pos_emb", lambda t, *args, **kwargs: t)
-    with pytest.raises(UnsupportedError, match="attention.apply_rotary_pos_emb: has been replaced since patch"):
+    with pytest.raises(UnsupportedError, match="attention.apply_rotary_pos_emb: was replaced after patch"):
         model(TOKENS, None, None)
 
 
 def test_decoder_called_outside_its_models_forward_is_rejected(model):
     """Only GPTModel's forward runs the checks."""
     hidden = model.embedding(TOKENS, None)
-    with pytest.raises(UnsupportedError, match="TransformerBlock: must be called from its model's forward"):
+    with pytest.raises(UnsupportedError, match="TransformerBlock: must be called inside its model's forward"):
         model.decoder(hidden, None)
 
 

@@ -145,5 +145,5 @@ def test_unsupported_state_on_one_rank_raises_on_both_ranks(checkpoint, te):
 
 
 def test_attention_dropout_in_training_is_rejected(checkpoint, te):
-    with pytest.raises(RuntimeError, match="core_attention: dropout of 0.1 in training is not supported"):
+    with pytest.raises(RuntimeError, match="core_attention: the dropout probability must be 0 in training, got 0.1"):
         te(1, te_workers.attention_dropout, checkpoint())

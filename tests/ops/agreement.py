@@ -62,18 +62,18 @@ IGNORED = torch.tensor([0, -100, 80, 120, 160, 200], device="cpu")
 MOVED = torch.tensor([0, 40, 120, 80, 160, 200], device="cpu")
 """The same targets in other rows."""
 HEADS = {
-    "target, its values: differ": {"target": OTHER_TARGET},
-    "target, its values: differ ": {"target": IGNORED},
-    "target, its values: differ  ": {"target": MOVED},
-    "temperature, its values: differ": {"temperature": torch.tensor([0.7] * 5 + [0.71], device="cpu")},
+    "target (hash of its values): must be equal": {"target": OTHER_TARGET},
+    "target (hash of its values): must be equal on": {"target": IGNORED},
+    "target (hash of its values): must be equal on all": {"target": MOVED},
+    "temperature (hash of its values): must be equal": {"temperature": torch.tensor([0.7] * 5 + [0.71], device="cpu")},
 }
-"""Beginning of the error, and the arguments that one rank changes; trailing spaces only distinguish keys."""
+"""Beginning of the error, and the arguments that one rank changes; its length only distinguishes keys."""
 HEAD_SETTINGS = {
-    "temperature: differs": {"temperature": 0.5},
-    "ignore_index: differs": {"ignore_index": -1},
-    "return_entropy: differs": {"return_entropy": True},
-    "soft_cap: differs": {"soft_cap": 3.0},
-    "workspace: differs": {"workspace": 1 << 16},
+    "temperature: must be equal": {"temperature": 0.5},
+    "ignore_index: must be equal": {"ignore_index": -1},
+    "return_entropy: must be equal": {"return_entropy": True},
+    "soft_cap: must be equal": {"soft_cap": 3.0},
+    "workspace: must be equal": {"workspace": 1 << 16},
 }
 
 

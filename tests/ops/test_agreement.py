@@ -30,7 +30,9 @@ def both_raise(outcomes, kind, message):
 @pytest.mark.parametrize("odd", [0, 1])
 def test_new_size_on_one_rank_raises_on_both(ranks, odd, row_parallel):
     both_raise(
-        ranks.outcomes(2, calls.new_size_on_one_rank, odd, row_parallel, "cpu", timeout=20), InputError, "x: differs"
+        ranks.outcomes(2, calls.new_size_on_one_rank, odd, row_parallel, "cpu", timeout=20),
+        InputError,
+        "x: must be equal",
     )
     ranks.run(2, calls.linear, 4)  # the group still works
 
@@ -46,13 +48,13 @@ def test_exception_in_a_check_raises_on_both(ranks, odd):
 
 def test_strict_on_one_rank_raises_on_both(ranks):
     both_raise(
-        ranks.outcomes(2, calls.strict_on_one_rank, 1, "cpu", timeout=20), InputError, "ALIGNKIT_STRICT: differs"
+        ranks.outcomes(2, calls.strict_on_one_rank, 1, "cpu", timeout=20), InputError, "ALIGNKIT_STRICT: must be equal"
     )
 
 
 def test_gradients_on_one_rank_raise_on_both(ranks):
     both_raise(
-        ranks.outcomes(2, calls.gradients_on_one_rank, 0, "cpu", timeout=20), InputError, "requires_grad: differs"
+        ranks.outcomes(2, calls.gradients_on_one_rank, 0, "cpu", timeout=20), InputError, "requires_grad: must be equal"
     )
 
 

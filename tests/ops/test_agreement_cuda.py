@@ -43,7 +43,7 @@ def both_raise(ranks, message, function, *args, kind=InputError):
 @pytest.mark.parametrize("row_parallel", [False, True])
 @pytest.mark.parametrize("odd", [0, 1])
 def test_new_size_on_one_rank_raises_on_both(two, odd, row_parallel):
-    both_raise(two, "x: differs", calls.new_size_on_one_rank, odd, row_parallel, "cuda")
+    both_raise(two, "x: must be equal", calls.new_size_on_one_rank, odd, row_parallel, "cuda")
 
 
 def test_exception_in_a_check_raises_on_both(two):
@@ -53,11 +53,11 @@ def test_exception_in_a_check_raises_on_both(two):
 
 
 def test_strict_on_one_rank_raises_on_both(two):
-    both_raise(two, "ALIGNKIT_STRICT: differs", calls.strict_on_one_rank, 1, "cuda")
+    both_raise(two, "ALIGNKIT_STRICT: must be equal", calls.strict_on_one_rank, 1, "cuda")
 
 
 def test_gradients_on_one_rank_raise_on_both(two):
-    both_raise(two, "requires_grad: differs", calls.gradients_on_one_rank, 0, "cuda")
+    both_raise(two, "requires_grad: must be equal", calls.gradients_on_one_rank, 0, "cuda")
 
 
 @pytest.mark.parametrize("message", calls.HEAD_SETTINGS)

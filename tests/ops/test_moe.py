@@ -376,7 +376,7 @@ BAD = [
     ("ids: shape", lambda: experts(ids=IDS[:, :0])),
     ("ids: must be in [-1, 6), got 0 to 6", lambda: experts(ids=with_second_id(6))),
     ("ids: must be in [-1, 6), got -2 to", lambda: experts(ids=with_second_id(-2))),
-    ("ids: a row must not name", lambda: experts(ids=with_second_id(0))),
+    ("ids: the expert ids of a token must be distinct", lambda: experts(ids=with_second_id(0))),
     ("weights: dtype", lambda: experts(weights=WEIGHTS.bfloat16())),
     ("weights: shape", lambda: experts(weights=WEIGHTS[:, :1])),
     ("gate_up: dtype", lambda: experts(gate_up=GATE_UP.bfloat16())),
@@ -402,7 +402,7 @@ BAD = [
 VALUE_CHECKS = (
     "ids: must be in [-1, 6), got 0 to 6",
     "ids: must be in [-1, 6), got -2 to",
-    "ids: a row must not name",
+    "ids: the expert ids of a token must be distinct",
     "bias: values must be finite",
 )
 """Messages of BAD about values, which a GPU does not validate by default."""

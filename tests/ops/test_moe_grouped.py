@@ -34,18 +34,18 @@ def test_grouped_kernels_accept_stacked_and_listed_matrices(op):
     "reason,p",
     [
         (
-            "the experts' matrices differ in strides or alignment",
+            "weights: must have the same strides and alignment for all experts",
             lambda: problem([weights(64, 32), weights(32, 64).t()]),
         ),
         (
-            "operands must have one dtype, got torch.float32 and torch.bfloat16",
+            "operands: must have one dtype, got torch.float32 and torch.bfloat16",
             lambda: problem(weights(4, 64, 32), a_dtype=torch.float32),
         ),
         (
-            f"{MAX_EXPERTS + 1} experts: must be at most {MAX_EXPERTS}",
+            f"experts: must be at most {MAX_EXPERTS}, got {MAX_EXPERTS + 1}",
             lambda: problem(weights(4, 64, 32), experts=MAX_EXPERTS + 1),
         ),
-        ("the result's rows must be contiguous", lambda: problem(weights(4, 64, 32), out=weights(64, 8).t())),
+        ("out: rows must be contiguous", lambda: problem(weights(4, 64, 32), out=weights(64, 8).t())),
     ],
 )
 @pytest.mark.parametrize("op", OPS)

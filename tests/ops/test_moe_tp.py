@@ -137,15 +137,15 @@ def call(world, ep, tp, change):
 
 BAD = {
     "x: dtype": {1: {"x": torch.ones(3, 16, dtype=torch.float64)}},
-    "x: differs between": {
+    "x: must be equal": {
         3: {k: torch.ones(4, *s) for k, s in (("x", (16,)), ("weights", (1,)))}
         | {"ids": torch.zeros(4, 1, dtype=torch.int64)}
     },
-    "ids, its values: differs between": {2: {"ids": torch.tensor([[0], [4], [-1]])}},
+    "ids (hash of its values): must be equal": {2: {"ids": torch.tensor([[0], [4], [-1]])}},
     "ids: must be in [-1, 12), got -1 to 12": {0: {"ids": torch.tensor([[0], [12], [-1]])}},
     "first_expert: must be 0 on rank 0 of ep": {1: {"first_expert": 6}},
-    "gather: differs between": {0: {"gather": True}},
-    "requires_grad: differs between": {2: {"weights": torch.ones(3, 1, requires_grad=True)}},
+    "gather: must be equal": {0: {"gather": True}},
+    "requires_grad: must be equal": {2: {"weights": torch.ones(3, 1, requires_grad=True)}},
 }
 
 
@@ -159,8 +159,8 @@ def test_error_on_one_rank_raises_on_all(grids, message):
 def test_ranks_must_divide_leaves_and_subtrees(grids):
     grids.run(4, call, 4, 1, {})
     for message, sizes in (
-        ("tp: size must divide the 2 k-tree leaves", (1, 4)),
-        ("ep: size must divide the 4 subtrees", (3, 1)),
+        ("tp: must divide alignkit.contract.k_leaves(", (1, 4)),
+        ("ep: must be a power of two that divides experts = 12, got 3", (3, 1)),
     ):
         for outcome in grids.outcomes(sizes[0] * sizes[1], call, *sizes, {}, timeout=20):
             assert isinstance(outcome, Failed) and outcome.message.startswith(message), outcome

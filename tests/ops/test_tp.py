@@ -235,7 +235,7 @@ def test_ranks_with_different_earlier_groups_use_no_workspace(ranks):
     assert ranks.run(2, run_first_use, (3, 3)) == [(True, 4, [])] * 2
     for rank, (found, created, caught) in enumerate(ranks.run(2, run_first_use, (1, 0))):
         assert not found and created == 1 - rank
-        assert len(caught) == 1 and "different numbers of workspaces before" in caught[0] and "same bits" in caught[0]
+        assert len(caught) == 1 and "for different numbers of other groups" in caught[0] and "same bits" in caught[0]
 
 
 @pytest.mark.parametrize(
@@ -281,10 +281,10 @@ BAD_HEADS = {
     "weight: must not be empty": {1: {"weight": torch.zeros(0, 64)}},
     "vocab_start: shards must be contiguous, but overlap": {1: {"vocab_start": 500}},
     "vocab_start: shards must be contiguous, but leave a gap": {1: {"vocab_start": 600}},
-    "vocab_size: differs": {1: {"vocab_size": 970}},
+    "vocab_size: must be equal": {1: {"vocab_size": 970}},
     "vocab_size: must be at most 1000": {0: {"vocab_size": 1001}, 1: {"vocab_size": 1001}},
     "temperature": {0: {"temperature": 0.0}},
-    "soft_cap: differs": {1: {"soft_cap": 3.0}},
+    "soft_cap: must be equal": {1: {"soft_cap": 3.0}},
     "soft_cap": {0: {"soft_cap": -1.0}},
 }
 
@@ -318,6 +318,6 @@ def too_many_ranks(tp):
 
 def test_ranks_must_divide_the_leaves(ranks):
     for outcome in ranks.outcomes(4, too_many_ranks, timeout=20):
-        assert isinstance(outcome, Failed) and outcome.message.startswith("tp: size must divide the 2 k-tree leaves"), (
-            outcome.traceback
-        )
+        assert isinstance(outcome, Failed) and outcome.message.startswith(
+            "tp: must divide alignkit.contract.k_leaves(96) = 2, got 4"
+        ), outcome.traceback

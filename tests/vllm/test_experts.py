@@ -386,7 +386,7 @@ def test_a_shared_expert_matches_the_ops(spare, small, prompts):
     """Cover single requests, a preceding dense layer, weight updates and replaced parts."""
     assert_served_and_updated(spare, partial(small, "qwen2_moe", experts=6, dense_layers=(0,)), prompts)
     seen, patched = spare(statuses_with_changed_shared_expert)
-    wanted = ("shared expert (", "shared expert gate", "forward was replaced", "reduce_results=False")
+    wanted = ("shared expert (", "shared expert gate", "forward was replaced", "reduce_results: must be True")
     assert [name in said for name, said in zip(wanted, seen, strict=True)] == [True] * len(wanted), seen
     assert patched
 
@@ -394,14 +394,24 @@ def test_a_shared_expert_matches_the_ops(spare, small, prompts):
 @pytest.mark.parametrize(
     "name, part, field, value",
     [
-        ("expert load balancing .EPLB.", "parallel_config", "enable_eplb", True),
-        ("redundant experts", "parallel_config.eplb_config", "num_redundant_experts", 2),
-        ("expert_placement_strategy round_robin", "parallel_config", "expert_placement_strategy", "round_robin"),
-        ("all2all_backend deepep_low_latency", "parallel_config", "all2all_backend", "deepep_low_latency"),
+        ("expert load balancing, EPLB.: must be False, got True", "parallel_config", "enable_eplb", True),
+        ("num_redundant_experts: must be 0, got 2", "parallel_config.eplb_config", "num_redundant_experts", 2),
+        (
+            "expert_placement_strategy: must be linear, got round_robin",
+            "parallel_config",
+            "expert_placement_strategy",
+            "round_robin",
+        ),
+        (
+            "all2all_backend: must be .*, got deepep_low_latency",
+            "parallel_config",
+            "all2all_backend",
+            "deepep_low_latency",
+        ),
         ("elastic expert parallelism", "parallel_config", "enable_elastic_ep", True),
         ("overlapping micro-batches", "parallel_config", "enable_dbo", True),
         ("return of routed experts", "aux_output_config", "enable_return_routed_experts", True),
-        ("quantization .fp8.", "model_config", "quantization", "fp8"),
+        ("quantization: must be None, got fp8", "model_config", "quantization", "fp8"),
         ("LoRA", "", "lora_config", "some"),
     ],
 )
@@ -416,24 +426,25 @@ def test_unsupported_engine_options_are_rejected(spare, small, name, part, field
         (
             {"arch": "qwen2_moe", "experts": 8, "shared_intermediate": 32},
             True,
-            "tensor_parallel_size 4 .4 ranks must divide 2: "
-            "the contract splits 32 features of a shared expert into 2 parts",
+            "tensor_parallel_size: must divide 2, "
+            "because the contract splits the 32 features of a shared expert into 2 parts, got 4",
         ),
         (
             {"experts": 6, "top_k": 2},
             True,
-            "tensor_parallel_size 4 .4 ranks must divide 2: the contract splits 6 experts into 2 parts",
+            "tensor_parallel_size: must divide 2, because the contract splits the 6 experts into 2 parts, got 4",
         ),
         (
             {"intermediate": 32},
             False,
-            "tensor_parallel_size 4 .4 ranks must divide 2: the contract splits 32 features of an expert into 2 parts",
+            "tensor_parallel_size: must divide 2, "
+            "because the contract splits the 32 features of an expert into 2 parts, got 4",
         ),
         (
             {"dense_layers": (0,), "dense_intermediate": 32},
             False,
-            "tensor_parallel_size 4 .4 ranks must divide 2: "
-            "the contract splits 32 features of a layer without experts into 2 parts",
+            "tensor_parallel_size: must divide 2, "
+            "because the contract splits the 32 features of a layer without experts into 2 parts, got 4",
         ),
     ],
 )

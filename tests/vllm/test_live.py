@@ -264,7 +264,7 @@ def attention_registered(state, model):
 
 
 PARTS = {
-    sampler: "sampler: logprobs by Sampler",
+    sampler: "sampler: must be AlignedSampler, got Sampler",
     logprobs_of_the_sampler: "sampler: compute_logprobs was replaced",
     norm: r"model.layers.1.input_layernorm \(RMSNorm\)",
     module: r"model.layers.0.mlp.act_fn \(Doubled\)",
@@ -275,7 +275,7 @@ PARTS = {
     hook: "model.layers.0.self_attn: forward hook hook.<locals>.<lambda>",
     hook_before: "logits_processor: forward hook",
     global_hook: "forward hook of all modules",
-    linear_method: "model.layers.1.self_attn.qkv_proj: computed by Mine",
+    linear_method: "model.layers.1.self_attn.qkv_proj: must be computed by AlignedLinearMethod, got Mine",
     attention: "forward of its attention was replaced",
     attention_registered: "another module is registered",
 }
@@ -298,7 +298,7 @@ def test_replaced_module_casts_are_accepted(engine):
 @pytest.mark.parametrize(
     "replace, text",
     [
-        (outer_sampler, "sampler.topk_topp_sampler: logprobs by TopKTopPSampler"),
+        (outer_sampler, "sampler.topk_topp_sampler: must be ProcessedLogprobs, got TopKTopPSampler"),
         (inner_sampler, "sampler.topk_topp_sampler.sampler: its forward was replaced"),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
@@ -378,7 +378,7 @@ def attention_class_names(state):
 
 
 def test_model_classes_are_replaced_only_while_a_model_is_built(spare):
-    refused = "Qwen3Attention: already replaced by another vLLM plugin"
+    refused = "Qwen3Attention: already replaced by another vLLM plugin. Disable that plugin"
     assert spare(attention_class_names) == [
         "AlignedQwen3Attention",
         "Qwen3Attention",

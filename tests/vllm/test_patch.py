@@ -94,7 +94,7 @@ def test_a_patch_that_fails_midway_restores_everything(process, at):
 
 def test_undo_rejects_a_later_replacement(process):
     error, kept, live, restored, still_live = process(replaced_since)
-    assert "EngineArgs.create_engine_config: has been replaced since patch_vllm, by replaced_since" in error
+    assert "EngineArgs.create_engine_config: was replaced after patch_vllm, by replaced_since" in error
     assert kept and live
     assert restored and not still_live
 

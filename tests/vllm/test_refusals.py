@@ -76,18 +76,24 @@ def build_with_an_extra_layer(state, model):
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
         ),
         ("quantization", {"quantization": "fp8"}),
-        ("alignkit_vocab_size 2001", {"additional_config": {"alignkit_vocab_size": 2001}}),
-        ("alignkit_vocab_size '7'", {"additional_config": {"alignkit_vocab_size": "7"}}),
-        ("pipeline parallelism", {"pipeline_parallel_size": 2}),
-        ("context parallelism", {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}),
+        (
+            "alignkit_vocab_size: must be an int .* at most the model's vocabulary size 2000, got 2001",
+            {"additional_config": {"alignkit_vocab_size": 2001}},
+        ),
+        ("alignkit_vocab_size: .*, got '7'", {"additional_config": {"alignkit_vocab_size": "7"}}),
+        ("pipeline_parallel_size: must be 1, got 2", {"pipeline_parallel_size": 2}),
+        (
+            "decode_context_parallel_size: must be 1, got 2",
+            {"tensor_parallel_size": 8, "decode_context_parallel_size": 2},
+        ),
         ("weight offloading", {"cpu_offload_gb": 1}),
-        ("torch.compile", {"enforce_eager": False}),
-        ("logprobs_mode raw_logits", {"logprobs_mode": "raw_logits"}),
-        ("logprobs_mode processed_logits", {"logprobs_mode": "processed_logits"}),
-        ("fp8 KV cache", {"kv_cache_dtype": "fp8"}),
-        ("dtype torch.float16", {"dtype": "float16"}),
+        ("enforce_eager: must be True .* torch.compile", {"enforce_eager": False}),
+        ("logprobs_mode: must be raw_logprobs or processed_logprobs, got raw_logits", {"logprobs_mode": "raw_logits"}),
+        ("logprobs_mode: .*, got processed_logits", {"logprobs_mode": "processed_logits"}),
+        ("kv_cache_dtype: must be auto or the model's dtype .*, got fp8", {"kv_cache_dtype": "fp8"}),
+        ("dtype: must be bfloat16 or float32, got torch.float16", {"dtype": "float16"}),
         ("worker_cls", {"worker_cls": "mine.Worker"}),
-        ("model_impl transformers", {"model_impl": "transformers"}),
+        ("model_impl: must be auto or vllm, got transformers", {"model_impl": "transformers"}),
         ("prompt embeddings", {"enable_prompt_embeds": True}),
         ("custom logits processors", {"logprobs_mode": "processed_logprobs", "logits_processors": ["mine:Processor"]}),
         ("KV cache transfer", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
@@ -102,9 +108,9 @@ def test_unsupported_engine_options_are_rejected(process, checkpoint, name, opti
 @pytest.mark.parametrize(
     "name, env, device",
     [
-        ("V2 model runner .set VLLM_USE_V2_MODEL_RUNNER=0", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "cpu"),
-        ("device cuda .no CUDA backend yet", {}, "cuda"),
-        ("VLLM_BATCH_INVARIANT=1", {"VLLM_BATCH_INVARIANT": "1"}, "cpu"),
+        ("VLLM_USE_V2_MODEL_RUNNER .V2 model runner.: must be 0", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "cpu"),
+        ("device: alignkit does not support cuda yet", {}, "cuda"),
+        ("VLLM_BATCH_INVARIANT: must be 0 or unset", {"VLLM_BATCH_INVARIANT": "1"}, "cpu"),
         ("VLLM_USE_BREAKABLE_CUDAGRAPH", {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, "cpu"),
     ],
 )
@@ -116,10 +122,10 @@ def test_unsupported_runners_devices_and_variables_are_rejected(process, checkpo
 def test_ray_v1_and_custom_executors_are_rejected(process, checkpoint):
     """Ray's V1 executor bypasses the worker's execute_model, which checks the model."""
     process(check_config_for, checkpoint(), {}, "cpu", "ray")
-    with pytest.raises(UnsupportedError, match=r"Ray's V1 executor \(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
+    with pytest.raises(UnsupportedError, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND: must be 1; Ray's V1 executor"):
         process(check_config_for, checkpoint(), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}, "cpu", "ray")
     own = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    with pytest.raises(UnsupportedError, match=f"executor {own}"):
+    with pytest.raises(UnsupportedError, match=f"distributed_executor_backend: must be uni, .*, got {own}"):
         process(configure, checkpoint(), {"distributed_executor_backend": own})
 
 
@@ -158,9 +164,14 @@ def model_reasons(state, version, architecture):
 
 def test_models_unsupported_by_a_version_are_named(process):
     assert process(model_reasons, "0.32", "Glm4MoeForCausalLM") == []
-    reasons = ["Glm4MoeForCausalLM in this version of vLLM (its routers are plain torch.nn.Linear)"]
+    reasons = [
+        "architectures: Glm4MoeForCausalLM is not supported with this version of vLLM, in which its routers are plain "
+        "torch.nn.Linear"
+    ]
     assert process(model_reasons, "0.26", "Glm4MoeForCausalLM") == reasons
-    assert process(model_reasons, "0.26", "Qwen3MoeForCausalLM") == ["partial rotary embedding"]
+    assert process(model_reasons, "0.26", "Qwen3MoeForCausalLM") == [
+        "partial_rotary_factor: must be 1 for Qwen3MoeForCausalLM, got 0.5"
+    ]
 
 
 def check_unknown_field(state, model, part, field, value):
@@ -188,7 +199,7 @@ def check_unknown_field(state, model, part, field, value):
     "part", ["", "model_config", "parallel_config", "cache_config", "scheduler_config", "attention_config"]
 )
 def test_an_unknown_field_must_keep_its_default(process, checkpoint, part):
-    with pytest.raises(UnsupportedError, match="newer_kernels: True is not supported, only None"):
+    with pytest.raises(UnsupportedError, match="newer_kernels: must be None, got True"):
         process(check_unknown_field, checkpoint(), part, "newer_kernels", True)
 
 
@@ -220,19 +231,19 @@ def test_published_model_configurations_are_accepted(process, tmp_path, name):
 
 
 def test_a_field_outside_the_tables_must_keep_its_default(process, checkpoint):
-    with pytest.raises(UnsupportedError, match="use_non_causal: True is not supported, only False"):
+    with pytest.raises(UnsupportedError, match="use_non_causal: must be False, got True"):
         process(configure, checkpoint(), {"attention_config": {"use_non_causal": True}})
 
 
 @pytest.mark.parametrize(
     "name, chosen",
     [
-        ("compilation mode STOCK", {"mode": 1}),
-        ("compilation backend mine", {"backend": "mine"}),
+        ("compilation mode.: must be NONE or VLLM_COMPILE, got STOCK", {"mode": 1}),
+        ("compilation backend.: must be inductor or eager, got mine", {"backend": "mine"}),
         ("graph partitioning by inductor", {"use_inductor_graph_partition": True}),
         ("custom compiler passes", {"inductor_passes": {"post": "mine.pass"}}),
-        ("custom cache_dir", {"cache_dir": "mine"}),
-        ("compiler fusion passes .fuse_allreduce_rms", {"pass_config__fuse_allreduce_rms": True}),
+        ("cache_dir: must not be set", {"cache_dir": "mine"}),
+        ("compiler fusion passes.: must be off, got fuse_allreduce_rms", {"pass_config__fuse_allreduce_rms": True}),
     ],
 )
 def test_unsupported_compilation_options_are_named(process, name, chosen):
@@ -246,7 +257,7 @@ def test_unsupported_compilation_options_are_named(process, name, chosen):
     [
         (
             "llama",
-            "model architecture GraniteForCausalLM",
+            "architectures: must be one of .*, got GraniteForCausalLM",
             {"architectures": ["GraniteForCausalLM"], "model_type": "granite"},
         ),
         (
@@ -254,11 +265,19 @@ def test_unsupported_compilation_options_are_named(process, name, chosen):
             "Dots1ForCausalLM .MoE",
             {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "n_routed_experts": 8},
         ),
-        ("qwen3", "rope scaling", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        (
+            "qwen3",
+            "RoPE scaling.: rope_type must be one of .*, got 'dynamic'",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        ),
         ("llama", "attention_factor", {"rope_scaling": ROPES["yarn"] | {"attention_factor": 1.0}}),
-        ("qwen2", "sliding window", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}),
-        ("mistral", "sliding window", {"sliding_window": 4096}),
-        ("qwen3", "non-causal", {"is_causal": False}),
+        (
+            "qwen2",
+            "sliding_window: must be null, got 32",
+            {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0},
+        ),
+        ("mistral", "sliding_window: must be null, got 4096", {"sliding_window": 4096}),
+        ("qwen3", "is_causal: must be true", {"is_causal": False}),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -293,12 +312,12 @@ def attention(state, options):
     "name, options",
     [
         ("ALiBi", {"alibi_slopes": [0.5] * 8}),
-        ("sliding window", {"sliding_window": 32}),
-        ("attention soft cap", {"logits_soft_cap": 30.0}),
-        ("encoder_only attention", {"attn_type": "encoder_only"}),
+        ("sliding_window: must be None, got 32", {"sliding_window": 32}),
+        ("attention soft cap.: must be None or 0, got 30.0", {"logits_soft_cap": 30.0}),
+        ("attn_type: must be decoder, got encoder_only", {"attn_type": "encoder_only"}),
         ("KV cache shared", {"kv_sharing_target_layer_name": "model.layers.0"}),
-        ("fp8 KV cache", {"kv_cache_dtype": "fp8"}),
-        ("attention with sinks", {"sinks": [0.0]}),
+        ("kv_cache_dtype: must be auto, bfloat16 or float32, got fp8", {"kv_cache_dtype": "fp8"}),
+        ("sinks: must be None, got a list", {"sinks": [0.0]}),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )

@@ -142,8 +142,8 @@ def check_config(state, model, part, field, value):
 @pytest.mark.parametrize(
     "name, field, value",
     [
-        ("expert load balancing .EPLB.", "enable_eplb", True),
-        ("all2all_backend deepep_high_throughput", "all2all_backend", "deepep_high_throughput"),
+        ("expert load balancing, EPLB.: must be False, got True", "enable_eplb", True),
+        ("all2all_backend: must be .*, got deepep_high_throughput", "all2all_backend", "deepep_high_throughput"),
         ("fault-tolerant data parallelism", "enable_fault_tolerance", True),
         ("overlapping micro-batches", "enable_dbo", True),
         ("elastic expert parallelism", "enable_elastic_ep", True),
@@ -160,13 +160,14 @@ def test_unsupported_options_are_rejected(spare, small, name, field, value):
         (
             {"experts": 6, "top_k": 2},
             True,
-            "tensor_parallel_size 2 of 2 replicas .4 ranks must divide 2: the contract splits 6 experts into 2 parts",
+            r"tensor_parallel_size \* data_parallel_size: must divide 2, "
+            "because the contract splits the 6 experts into 2 parts, got 4",
         ),
         (
             {"intermediate": 32},
             False,
-            "tensor_parallel_size 2 of 2 replicas .4 ranks must divide 2: "
-            "the contract splits 32 features of an expert into 2 parts",
+            r"tensor_parallel_size \* data_parallel_size: must divide 2, "
+            "because the contract splits the 32 features of an expert into 2 parts, got 4",
         ),
     ],
 )

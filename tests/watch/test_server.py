@@ -254,5 +254,5 @@ def test_importing_the_server_imports_no_web_library():
 
 def test_many_ranks_are_merged_into_one_curve():
     curves = [{"rank": rank, "points": [[0, 0, 8, rank, None], [1, 1, 8, 0, rank * 0.5]]} for rank in range(9)]
-    assert plot._worst(curves) == [[0, 0, 72, 36, None], [1, 1, 72, 0, 4.0]]
+    assert plot._all_ranks(curves) == [[0, 0, 72, 36, None], [1, 1, 72, 0, 4.0]]
     assert plot.svg(curves) != plot.svg(curves[:8]) and xml.etree.ElementTree.fromstring(plot.svg(curves))

@@ -3,8 +3,10 @@
 A row is a (sequence, position), independent of the engine's batching; rows are numbered over the concatenated
 sequences. A row is digested as fp32, which represents bf16 and fp16 exactly, so sides of different dtypes compare by
 value. Digests are computed on the tensor's device; only digests and selected rows are copied to the CPU. A recording
-is a directory with ``recording.json`` and ``recording.safetensors``. Recordings of several releases are compared, so
-another digest or layout needs another `FORMAT_VERSION`.
+is a directory with ``recording.json`` and ``recording.safetensors``.
+
+Recordings outlive a release. A change of `digests`, `weights_digest` or the file layout needs another `FORMAT_VERSION`;
+`load` rejects other versions.
 """
 
 from __future__ import annotations
@@ -33,14 +35,17 @@ JSON, TENSORS = "recording.json", "recording.safetensors"
 MAX_JSON = 2**28
 """Maximum size of ``recording.json`` in bytes."""
 MAX_HEADER = 2**24
+"""Maximum size of the header of ``recording.safetensors`` in bytes."""
 MAX_LAYERS = 4096
+"""Maximum number of layers in the architecture of ``recording.json``."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Supported dtypes of recorded values, by their names in safetensors."""
 
 
 class Recorder:
     """Recorder of one rank's points; `index` holds the row of each token of the running step, -1 for padding.
 
-    keep: map from point to the rows whose values are recorded; nothing else is recorded. None records digests of every
+    keep: point -> rows. Digests and values of these rows are recorded, and nothing else. None records digests of every
     row, values of all logprobs, and values of the rows `sample` at every point. Only digests and selected rows are held
     in memory.
     """
@@ -81,7 +86,7 @@ class Recorder:
             raise InputError(f"{name}: expected {len(index)} rows of {width} values, got shape {tuple(value.shape)}")
         wanted = index >= 0
         if self._only is not None:
-            wanted &= self._slots(name)[index] >= 0  # index -1 reads the last entry, but is already False in wanted
+            wanted &= self._slots(name)[index] >= 0  # padding (-1) indexes the last entry; `wanted` already excludes it
         if not wanted.any():
             return
         rows = index[wanted]
@@ -125,19 +130,21 @@ def digests(rows: torch.Tensor, pieces: int) -> np.ndarray:
     value never collide; rows that differ in several collide with probability 2^-64.
     """
     size = rows.shape[1] // pieces
-    columns = _mix(torch.arange(1, size + 1, device=rows.device) * _GOLDEN)
+    columns = _mix(torch.arange(1, size + 1, device=rows.device) * _GOLDEN_RATIO)
     chunk = max(1, (_CHUNK_GPU if rows.is_cuda else _CHUNK_CPU) // rows.shape[1])
     parts = []
     for part in rows.split(chunk):
         bits = part.to(torch.float32).contiguous().view(torch.int32).view(-1, pieces, size)
-        parts.append(_mix(bits.long().mul_(_GOLDEN).add_(columns)).sum(-1))
+        parts.append(_mix(bits.long().mul_(_GOLDEN_RATIO).add_(columns)).sum(-1))
     return torch.cat(parts).cpu().numpy()
 
 
 _CHUNK_CPU, _CHUNK_GPU = 2**16, 2**25
 """Values digested per chunk: fits a core's cache (CPU), or the GPU memory left beside an engine."""
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64
+"""SplitMix64's increment, 2^64 over the golden ratio, as int64."""
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+"""Shifts and factors of the first two steps of SplitMix64's finalizer."""
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -287,6 +294,7 @@ _ABOUT = {
     "settings": dict,
     "dtypes": dict,
 }
+"""Fields of ``recording.json`` in addition to the format, with their types; all are arguments of `Recording`."""
 
 
 def _load_json(path: Path) -> dict:

@@ -4,8 +4,8 @@ The rows of a tile are query positions times the query heads of a GQA group. Key
 leaf in blocks of KVB positions. The state of a query is its softmax state: the exponent offset Z, the sum of
 probabilities L and the unnormalized output A. A probability is ``2 ** (score * factor + Z)``.
 
-The order of keys, the rescaling test and the merge are the contract's (docs/contract.md, "Attention"). Tile sizes, the
-assignment of leaves to programs and prefetching are free.
+The order of keys, KVB, LEAF, the rescaling test and the merge are the contract's (docs/contract.md, "Attention"). Rows
+per tile, the assignment of leaves to programs and prefetching are free.
 """
 
 from __future__ import annotations

@@ -79,9 +79,11 @@ def rejects(p: Attention) -> str | None:
     if dim not in DIMS:
         return f"head_dim: must be {', '.join(map(str, DIMS[:-1]))} or {DIMS[-1]}, got {dim}"
     if heads // kv_heads > MAX_GROUP:
-        return f"heads: at most {MAX_GROUP} query heads per KV head, got {heads // kv_heads}"
-    if not 0 < rows * heads < MAX_ROWS or not 0 < kv_rows < 2**31:
-        return f"rows: rows x heads must be in [1, {MAX_ROWS}), got {rows} rows of {heads} heads over {kv_rows} KV rows"
+        return f"heads / kv_heads: must be at most {MAX_GROUP}, got {heads // kv_heads}"
+    if not 0 < rows * heads < MAX_ROWS:
+        return f"rows * heads: must be in [1, {MAX_ROWS}), got {rows} * {heads}"
+    if not 0 < kv_rows < 2**31:
+        return f"KV rows: must be in [1, 2^31), got {kv_rows}"
     for _, strides, dtype, aligned in (p.q, p.k, p.v):
         if dtype != torch.bfloat16 or not aligned or strides[2] != 1 or any(s % 8 or s < dim for s in strides[:2]):
             return "q, k, v: must be bf16 with 16-byte aligned addresses and strides (TMA)"

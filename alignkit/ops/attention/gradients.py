@@ -1,8 +1,8 @@
 """Triton attention backward: dQ over tiles of queries, dK and dV over tiles of keys.
 
 The order of summation is the contract's: dQ over keys, dK and dV over queries and heads of the GQA group, ascending.
-Tile sizes are free, except in `_delta`: its `tl.sum` adds in the order of the register layout, which R and num_warps
-determine.
+Tile sizes change no bits, with two limits: BLOCK_I must divide BLOCK_N and PAD. `_delta`'s R and num_warps are fixed,
+because they determine the order of `tl.sum`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import RUNTIME_ARGS, fill_rows, find_sequence, load_queries, load_rows, span, statistics_offset
+from .common import PAD, RUNTIME_ARGS, fill_rows, find_sequence, load_queries, load_rows, span, statistics_offset
 
 
 @triton.jit(do_not_specialize=RUNTIME_ARGS)
@@ -135,6 +135,7 @@ def _grad_kv(
 ):
     """Compute dK and dV of one tile of keys: heads of the GQA group one after another, queries ascending."""
     tl.static_assert(BLOCK_N % BLOCK_I == 0, "BLOCK_N must be a multiple of BLOCK_I")
+    tl.static_assert(PAD % BLOCK_I == 0, "BLOCK_I must divide PAD: statistics are padded to PAD")
     KV: tl.constexpr = HEADS // GROUP
     hk = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
@@ -161,7 +162,8 @@ def _grad_kv(
         t = q0 + tl.minimum(i, n - 1)
         q = load_rows(Q + h.to(tl.int64) * sqh, t, sqt, D, DP)
         g = load_rows(DO + h * D, t, HEADS * D, D, DP)
-        statistics = statistics_offset(q0, s, h, pads) + i  # beyond the last query: -inf and 0, which add nothing
+        # Beyond the last query SHIFT is -inf and DELTA is 0, so p and ds are 0.
+        statistics = statistics_offset(q0, s, h, pads) + i
         shift = tl.load(SHIFT + statistics)
         delta = tl.load(DELTA + statistics)
         p = tl.exp2(tl.fma(tl.dot(k, tl.trans(q), input_precision="ieee"), factor, shift[None, :]))

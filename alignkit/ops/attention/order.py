@@ -1,5 +1,6 @@
-"""Table of the kernels of attention: for each op of `dispatch.OPS`, fastest first. The order affects speed alone.
+"""Kernels of each op of attention, fastest first. The order affects speed alone.
 
+`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
 Each module implements the function of its op:
 
 - "attention": ``forward(q, k, v, starts, scale)`` returns the output and the statistics for the backward pass. All

@@ -1,6 +1,6 @@
 """Triton attention over tiles of queries: training, and prefill over a paged cache.
 
-common.py holds the arithmetic and its order; tile sizes are free.
+common.py holds the arithmetic and its order. KVB and LEAF are the contract's; BLOCK_M and BLOCK_Q are free.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Table of the kernels of the gated delta rule's backward pass (`dispatch.OPS`), fastest first.
+"""Kernels of the gated delta rule's backward pass, fastest first. The order affects speed alone.
 
-The order affects speed alone. The CPU has only the reference.
+`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
+The CPU has only the reference.
 """
 
 from __future__ import annotations

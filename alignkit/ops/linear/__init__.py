@@ -162,12 +162,10 @@ def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
     if row:
         k = x.shape[-1] * tp.size
         leaves = k_leaves(k)
-        require(
-            leaves % tp.size == 0, f"tp: size must divide the {leaves} k-tree leaves of k = {k}, got {tp.size} ranks"
-        )
+        require(leaves % tp.size == 0, f"tp: must divide alignkit.contract.k_leaves({k}) = {leaves}, got {tp.size}")
         require(
             not sequence_parallel or x.shape[0] % tp.size == 0,
-            f"x: dim 0 must be divisible by the {tp.size} sequence-parallel ranks, got {x.shape[0]}",
+            f"x: dim 0 must be a multiple of tp = {tp.size} with sequence_parallel, got {x.shape[0]}",
         )
     meta = {
         "x": (tuple(x.shape), str(x.dtype)),

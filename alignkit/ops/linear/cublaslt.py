@@ -117,18 +117,18 @@ def rejects(p: Product) -> str | None:
         return f"leaves: must be 1, got {p.leaves}"
     (_, _, a_type, _), (_, _, b_type, _), (_, _, out_type, _) = p.a, p.b, p.out
     if a_type not in (torch.bfloat16, torch.float16) or b_type != a_type or out_type not in (a_type, torch.float32):
-        return "dtypes: operands must both be bf16 or fp16, out of that dtype or fp32"
+        return "dtypes: x and weight must both be bf16 or fp16, out of that dtype or fp32"
     if p.bias is not None and p.accumulate:
-        return "a bias cannot be combined with accumulation into out"
+        return "bias: must be None with accumulation into out"
     if p.bias is not None and (p.bias[2] != out_type or not p.bias_is_dense):
-        return "the bias must be contiguous and of out's dtype"
+        return "bias: must be contiguous and of out's dtype"
     if not p.k:
         return "k: must be at least 1, got 0"
     layouts = _layout(p.a), _layout(p.b), _layout(p.out)
     if None in layouts or not layouts[2][0]:
-        return "strides that cuBLASLt does not support efficiently"
+        return "x, weight, out: must have strides that cuBLASLt supports efficiently"
     if not all(t is None or t[3] for t in (p.a, p.b, p.bias, p.out)):
-        return f"addresses must be multiples of {_ALIGNMENT} bytes"
+        return f"addresses: must be multiples of {_ALIGNMENT} bytes"
     return None
 
 

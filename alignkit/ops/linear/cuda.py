@@ -44,22 +44,22 @@ def tma_bf16(t: Operand) -> bool:
 def unsupported(p: Product, rows: int | None = None) -> str | None:
     """Return why none of the kernels supports a GEMM of at most `rows` rows (None for any number), or None."""
     if p.accumulate:
-        return "accumulation into out is not supported"
+        return "out: must not be accumulated into"
     if not p.m or (rows is not None and p.m > rows):
         return f"rows: must be {f'1 to {rows}' if rows else 'at least 1'}, got {p.m}"
     if not p.k:
         return "k: must be at least 1, got 0"
     for name, t in (("x", p.a), ("weight", p.b)):
         if not tma_bf16(t):
-            return f"{name} must be bf16 with contiguous, 16-byte aligned rows (TMA)"
+            return f"{name}: must be bf16 with contiguous, 16-byte aligned rows (TMA)"
     if p.out[1][1] != 1 or p.out[2] not in (torch.float32, torch.bfloat16):
-        return "out must be fp32 or bf16 with contiguous rows"
+        return "out: must be fp32 or bf16 with contiguous rows"
     return None
 
 
 def _unsupported_bias(p: Product) -> str | None:
     if p.bias is not None and (p.bias[2] != torch.bfloat16 or not p.bias_is_dense):
-        return "the bias must be contiguous bf16"
+        return "bias: must be contiguous bf16"
     return None
 
 
@@ -68,10 +68,10 @@ def few_rejects(p: Product) -> str | None:
     if p.n < FEW_MIN_OUTPUTS:
         return f"n: must be at least {FEW_MIN_OUTPUTS}, got {p.n}"
     if p.out[2] != torch.float32:
-        return "out must be fp32"
+        return "out: must be fp32"
     if p.leaves > 1:
         return f"leaves: must be 1, got {p.leaves}"
-    return "a bias is not supported" if p.bias is not None else unsupported(p, FEW_ROWS)
+    return "bias: must be None" if p.bias is not None else unsupported(p, FEW_ROWS)
 
 
 def narrow_rejects(p: Product) -> str | None:
@@ -101,7 +101,7 @@ def tree_rejects(p: Product) -> str | None:
     """Return why `tree` is not used for a GEMM, or None."""
     if (why := tree_unsupported(p) or unsupported(p, TREE_ROWS)) is not None:
         return why
-    return f"{p.leaves} leaves of {p.m} rows: other kernels are faster" if split_of(p) is None else None
+    return f"rows = {p.m}, leaves = {p.leaves}: not used, other kernels are faster" if split_of(p) is None else None
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:

@@ -12,7 +12,8 @@ same bytes there.
 Tiles of the last, partial wave may be split (stream-K). The owner of a tile computes its first leaves. Helpers, the
 CTAs without such a tile, compute the other leaves as pieces: subtrees whose sums the owner reads from memory. Helpers
 have the lowest CTA indices and start with their pieces, so an owner never waits for a CTA that has not started. The
-order of k, and so every bit, is that of triton.py. Tiles, pipeline and splits are free.
+order of k, and so every bit, is that of triton.py. Tiles, pipeline and splits change no bits. RESULT and OPERAND fix
+ROWS and STEP, and `_own` supports the splits of `cost.KEPT` alone.
 """
 
 from __future__ import annotations
@@ -435,15 +436,15 @@ def rejects(p: Product) -> str | None:
 def unsupported(p: Product) -> str | None:
     """Return why this kernel cannot compute a GEMM, or None."""
     if p.accumulate:
-        return "accumulation into out is not supported"
+        return "out: must not be accumulated into"
     if {p.a[2], p.b[2]} != {torch.bfloat16}:
-        return "operands must be bf16"
+        return "x, weight: must be bf16"
     if p.leaves not in (1, 2, 4, 8):
         return f"leaves: must be 1, 2, 4 or 8, got {p.leaves}"
     if not p.k or p.k % (p.leaves * MMA_K):
         return f"k / leaves = {p.k} / {p.leaves}: must be a multiple of {MMA_K}, got {p.k // p.leaves}"
     if not all(map(tma_compatible, (p.a, p.b, p.out))):
-        return "strides or addresses that TMA does not support"
+        return "x, weight, out: rows must be contiguous and 16-byte aligned (TMA)"
     return None
 
 

@@ -1,5 +1,6 @@
-"""Table of the kernels of GEMMs: for each op of `dispatch.OPS`, fastest first. The order affects speed alone.
+"""Kernels of each GEMM op, fastest first. The order affects speed alone.
 
+`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
 `alignkit doctor --explain` prints the kernels' names; tests compare them.
 """
 

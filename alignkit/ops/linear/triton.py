@@ -5,7 +5,8 @@ bits. fp32 operands use fused multiply-adds in the same order.
 
 The compiler folds `dot(a, b, 0) + x` into `dot(a, b, x)`, which changes the order. It cannot if the accumulator is
 loop-carried, so the number of steps (STEPS) must stay a run-time argument that is not specialized. Tile sizes, splits
-and launch options are free. ../moe_experts/grouped.py uses `sums` too.
+and launch options are free, but a step must not cross leaves: `_choose` reduces BLOCK_K to a divisor of the leaf.
+../moe_experts/grouped.py uses `sums` too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Autograd functions of `linear_logp` and `logp_from_logits`.
 
 The order of sums is the contract's (docs/contract.md, "Log-softmax over the vocabulary"). On a GPU, cuts of rows
-(`HeadLogits.slabs`) change the bits of the gradients of weight and bias. Cuts of columns are free.
+(`HeadLogits.slabs`) change the bits of the gradients of weight and bias. Cuts of columns change no bits; their widths
+are multiples of 256 (`blocks.even`).
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ def check_temperature(temperature, shape: torch.Size, device) -> None:
         check_tensor("temperature", temperature, dtypes=(torch.float32,))
         require(
             temperature.shape == shape,
-            f"temperature: shape {tuple(temperature.shape)} differs from the rows' {tuple(shape)}",
+            f"temperature: shape must be {tuple(shape)}, one value per token, got {tuple(temperature.shape)}",
         )
-    require(temperature.device == device, f"temperature: device {temperature.device} differs from {device}")
+    require(temperature.device == device, f"temperature: device must be {device}, got {temperature.device}")
     bad = temperature[~(temperature > 0) | temperature.isinf()].tolist() if checks_values(device) else []
     require(not bad, f"temperature: must be positive and finite, got {bad[:1]}")
 
@@ -60,8 +60,8 @@ def check_per_row(target, temperature, shape, device, ignore_index: int) -> tupl
     check_temperature(temperature, shape, device)
     check_plain("target", target)
     require(target.dtype == torch.int64, f"target: dtype must be torch.int64, got {target.dtype}")
-    require(target.shape == shape, f"target: shape {tuple(target.shape)} differs from the rows' {tuple(shape)}")
-    require(target.device == device, f"target: device {target.device} differs from {device}")
+    require(target.shape == shape, f"target: shape must be {tuple(shape)}, one id per token, got {tuple(target.shape)}")
+    require(target.device == device, f"target: device must be {device}, got {target.device}")
     if not checks_values(device) or not target.numel():
         return -1, ()
     valid = target.masked_fill(target == ignore_index, 0)

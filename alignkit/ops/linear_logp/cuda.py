@@ -47,25 +47,25 @@ class _Head(ctypes.Structure):
 def _unsupported(hidden: Operand, weight: Operand) -> str | None:
     """Return why the kernels are not used for these operands, or None."""
     if hidden[0][0] <= FEW:
-        return f"{hidden[0][0]} rows: must be more than {FEW}"
+        return f"rows: must be more than {FEW}, got {hidden[0][0]}"
     if not weight[0][0]:
-        return "no ids"
+        return "vocabulary: must have at least 1 id, got 0"
     if not tma_bf16(hidden) or not tma_bf16(weight):
-        return "hidden and weight must be bf16 with contiguous, 16-byte aligned rows (TMA)"
+        return "hidden, weight: must be bf16 with contiguous, 16-byte aligned rows (TMA)"
     return None
 
 
 def head_statistics_rejects(p: Head) -> str | None:
     """Return why `head_statistics` is not used for a problem, or None."""
     if p.products is not None and (p.products[1][0] % 4 or not p.products[3]):
-        return "the products' rows must be 16-byte aligned"
+        return "logits: rows must be 16-byte aligned"
     return _unsupported(p.hidden, p.weight)
 
 
 def head_gradient_rejects(p: HeadGradient) -> str | None:
     """Return why `head_gradient` is not used for a problem, or None."""
     if not tma_bf16(p.out) or p.out[1][0] - p.out[0][1] >= 8:
-        return "the gradient must be bf16 with rows padded to a multiple of 8"
+        return "gradient: must be bf16 with rows padded to a multiple of 8"
     return _unsupported(p.hidden, p.weight)
 
 
@@ -73,11 +73,11 @@ def head_products_rejects(p: HeadProducts) -> str | None:
     """Return why `head_products` is not used for a problem, or None."""
     (n, c), d = p.dz[0], p.hidden[0][1]
     if not n or not c or d % 8:
-        return f"{n} rows, {c} ids and {d} columns: must be nonzero, columns a multiple of 8"
+        return f"rows, ids and columns: must be nonzero, and columns a multiple of 8, got {n}, {c} and {d}"
     if not all(map(tma_bf16, (p.dz, p.hidden, p.weight))):
-        return "operands must be bf16 with contiguous, 16-byte aligned rows (TMA)"
+        return "operands: must be bf16 with contiguous, 16-byte aligned rows (TMA)"
     if not _is_writable(p.dhidden) or not _is_writable(p.dweight):
-        return "results have an unsupported layout"
+        return "results: must have a layout that the kernel can write"
     return None
 
 

@@ -113,11 +113,11 @@ def token_logp(
     check_tensor("token_ids", token_ids, logits.ndim, (torch.int64, torch.int32))
     rows, (vocab, k), device = logits.shape[:-1], (logits.shape[-1], token_ids.shape[-1]), logits.device
     require(vocab > 0, f"logits: the vocabulary must not be empty, got shape {tuple(logits.shape)}")
-    if token_ids.shape[:-1] != rows or token_ids.device != device:
+    if token_ids.shape[:-1] != rows:
         raise InputError(
-            f"token_ids: shape {tuple(token_ids.shape)} on {token_ids.device} does not match logits of "
-            f"shape {tuple(logits.shape)} on {device}"
+            f"token_ids: shape must be [{', '.join(map(str, rows))}, K] to match logits, got {list(token_ids.shape)}"
         )
+    require(token_ids.device == device, f"token_ids: device must be logits' {device}, got {token_ids.device}")
     check_temperature(temperature, rows, device)
     backend, t = dispatch.select("linear_logp", device), temperatures(temperature, rows, device)
     if checks_values(device):

@@ -1,5 +1,6 @@
-"""Table of the kernels of the LM head: for each op of `dispatch.OPS`, fastest first. The order affects speed alone.
+"""Kernels of each op of the LM head, fastest first. The order affects speed alone.
 
+`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
 The `head_*` kernels fuse the GEMM with its epilogue. Otherwise the products go through memory and a `linear_logp`
 kernel reads them.
 """

@@ -1,6 +1,7 @@
 """Sources of logits: GEMMs of hidden states and the LM head's weight, or a given tensor.
 
-`HeadLogits.slabs` takes the rows of a block from the contract (`Family.head_rows`); all other block sizes are free.
+`HeadLogits.slabs` takes the rows of a block from the contract (`Family.head_rows`). Other block sizes change no bits;
+widths are multiples of 256 (`blocks.even`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Triton backend: one kernel over the logits per pass (statistics, gradient), and one over the tile statistics.
 
-reference.py documents the functions. Sums within and over tiles are integers, so block sizes and num_warps are free.
-The other operations are the contract's (docs/contract.md, "Log-softmax over the vocabulary").
+reference.py documents the functions. Sums within and over tiles are integers, so block sizes other than TILE
+(VOCAB_TILE) and num_warps are free. The other operations are the contract's (docs/contract.md, "Log-softmax over the
+vocabulary").
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Shards:
             values = [p[2] for p in parts] if name == "vocab_size" else [meta[name] for meta in metas]
             require(
                 all(v == values[0] for v in values),
-                f"{name}: differs between the ranks of the tensor-parallel group in {op}: {values}",
+                f"{name}: must be equal on all ranks of the tensor-parallel group, got {values} (in {op})",
             )
         end = 0
         for rank, (start, size, _) in enumerate(parts):
@@ -58,7 +58,7 @@ class Shards:
             )
             end += size
         size = parts[0][2] if parts[0][2] is not None else end
-        require(size <= end, f"vocab_size: must be at most {end}, the rows of all shards, got {size}")
+        require(size <= end, f"vocab_size: must be at most {end}, the sum of all ranks' vocabulary shards, got {size}")
         for rank, (target, where) in enumerate(largest):
             require(
                 target < size,

@@ -306,7 +306,7 @@ def _check_matrices(name: str, given, x: torch.Tensor) -> tuple[int, int, int]:
             check_like(f"{name}[{e}]", w, "x", x)
             require(
                 w.shape == given[0].shape,
-                f"{name}[{e}]: shape {tuple(w.shape)} differs from {name}[0]'s {tuple(given[0].shape)}",
+                f"{name}[{e}]: shape must equal {name}[0]'s {tuple(given[0].shape)}, got {tuple(w.shape)}",
             )
         shape = (len(given), *given[0].shape)
     require(min(shape) > 0, f"{name}: must not be empty, got shape {shape}")
@@ -317,20 +317,22 @@ def _check_matrices(name: str, given, x: torch.Tensor) -> tuple[int, int, int]:
 def _check_choice(ids, weights, x: torch.Tensor, experts: int) -> None:
     check_plain("ids", ids)
     require(ids.dtype in (torch.int64, torch.int32), f"ids: dtype must be torch.int64 or torch.int32, got {ids.dtype}")
-    require(ids.device == x.device, f"ids: device {ids.device} differs from x's {x.device}")
+    require(ids.device == x.device, f"ids: device must be x's {x.device}, got {ids.device}")
     require(
         ids.ndim == x.ndim and ids.shape[:-1] == x.shape[:-1] and ids.shape[-1] > 0,
-        f"ids: shape {tuple(ids.shape)} does not match x of shape {tuple(x.shape)}",
+        f"ids: shape must be [{', '.join(map(str, x.shape[:-1]))}, top_k] to match x, got {list(ids.shape)}",
     )
     check_tensor("weights", weights, dtypes=(torch.float32,))
-    require(weights.device == x.device, f"weights: device {weights.device} differs from x's {x.device}")
-    require(weights.shape == ids.shape, f"weights: shape {tuple(weights.shape)} differs from ids' {tuple(ids.shape)}")
+    require(weights.device == x.device, f"weights: device must be x's {x.device}, got {weights.device}")
+    require(
+        weights.shape == ids.shape, f"weights: shape must equal ids' {tuple(ids.shape)}, got {tuple(weights.shape)}"
+    )
     if checks_values(x.device) and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         require(-1 <= low and high < experts, f"ids: must be in [-1, {experts}), got {low} to {high}")
         in_order = ids.sort(dim=-1).values
         duplicate = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
-        require(not bool(duplicate.any()), "ids: a row must not name an expert twice")
+        require(not bool(duplicate.any()), "ids: the expert ids of a token must be distinct")
 
 
 def _check(x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, gather) -> dict:
@@ -355,13 +357,9 @@ def _check(x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, ga
     )
     leaves, subtrees = k_leaves(f * tp.size), ExpertTree.of(experts).groups
     require(
-        leaves % tp.size == 0,
-        f"tp: size must divide the {leaves} k-tree leaves of {f * tp.size} features, got {tp.size} ranks",
+        leaves % tp.size == 0, f"tp: must divide alignkit.contract.k_leaves({f * tp.size}) = {leaves}, got {tp.size}"
     )
-    require(
-        subtrees % ep.size == 0,
-        f"ep: size must divide the {subtrees} subtrees of {experts} experts, got {ep.size} ranks",
-    )
+    require(subtrees % ep.size == 0, f"ep: must be a power of two that divides experts = {experts}, got {ep.size}")
     _check_choice(ids, weights, x, experts)
     return {
         "x": (tuple(x.shape), str(x.dtype)),

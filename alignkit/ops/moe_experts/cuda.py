@@ -33,7 +33,7 @@ MAX_EXPERTS = 1024
 BLOCK = 2048
 """mirrors csrc/sm90/experts/pairs.cu:kIdsPerCta: ids counted per CTA."""
 MAX_TOP_K = 16
-"""schedule: maximum ids per row of `combine`, which holds a row's pairs in registers (csrc/sm90/experts/combine.cu)."""
+"""schedule: maximum top_k of `combine`, which holds a row's pairs in registers (csrc/sm90/experts/combine.cu)."""
 MAP = 128
 """hardware: bytes of a TMA descriptor (CUtensorMap)."""
 
@@ -41,10 +41,10 @@ MAP = 128
 def pairs_rejects(p: Ids) -> str | None:
     """Return why `pairs` is not used for a problem, or None."""
     if p.count <= FEW_IDS:
-        return f"{p.count} ids: must be more than {FEW_IDS}"
+        return f"ids: must be more than {FEW_IDS}, got {p.count}"
     if p.experts > MAX_EXPERTS:
-        return f"{p.experts} experts: must be at most {MAX_EXPERTS}"
-    return None if p.count < 2**31 else f"{p.count} ids: must be less than 2^31"
+        return f"experts: must be at most {MAX_EXPERTS}, got {p.experts}"
+    return None if p.count < 2**31 else f"ids: must be less than 2^31, got {p.count}"
 
 
 def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
@@ -74,21 +74,21 @@ def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
 
 def too_few_rows(p: Grouped, rows: int) -> str | None:
     """Return a reason if there are at most `rows` rows per expert on average, or None."""
-    return f"{p.pairs} rows for {p.experts} experts: must be over {rows} each" if p.pairs <= rows * p.experts else None
+    return f"rows per expert: must be over {rows}, got {p.pairs} / {p.experts}" if p.pairs <= rows * p.experts else None
 
 
 def unsupported(p: Grouped) -> str | None:
     """Return why none of the GEMM kernels can compute a problem, or None."""
     if p.b is None:
-        return "the experts' matrices differ in strides or alignment"
+        return "weights: must have the same strides and alignment for all experts"
     if {p.a[2], p.b[2]} != {torch.bfloat16}:
-        return "operands must be bf16"
+        return "dtype: must be bf16"
     if p.experts > MAX_EXPERTS:
-        return f"{p.experts} experts: must be at most {MAX_EXPERTS}"
+        return f"experts: must be at most {MAX_EXPERTS}, got {p.experts}"
     if p.pairs >= 2**31:
-        return f"{p.pairs} rows: must be less than 2^31"
+        return f"rows: must be less than 2^31, got {p.pairs}"
     if not (tma_compatible(p.a) and tma_compatible(p.b)):
-        return "strides or addresses that TMA does not support"
+        return "operands: rows must be contiguous and 16-byte aligned (TMA)"
     return None
 
 
@@ -100,22 +100,22 @@ def _has_vector_rows(out: Operand) -> bool:
 def gated_rejects(p: Grouped) -> str | None:
     """Return why `gated` is not used for a problem, or None."""
     if not p.gathered:
-        return "rows must be gathered, not sorted by expert"
+        return "rows: must be gathered, not sorted by expert"
     if (why := too_few_rows(p, FEW_GATED) or unsupported(p)) is not None:
         return why
     if p.b[0][0] % 16:  # pyright: ignore[reportOptionalSubscript] - checked by `unsupported`
-        return "features must be a multiple of 8"
-    return None if p.out is None or p.out[1][0] == p.out[0][1] else "the result's rows must be contiguous"
+        return "features: must be a multiple of 8"
+    return None if p.out is None or p.out[1][0] == p.out[0][1] else "out: rows must be contiguous"
 
 
 def products_unsupported(p: Grouped) -> str | None:
     """Return why `products` cannot compute a problem, or None."""
     if p.gathered:
-        return "rows must be sorted by expert, not gathered"
+        return "rows: must be sorted by expert, not gathered"
     if p.leaves not in (1, 2, 4, 8):
-        return f"{p.leaves} leaves: must be 1, 2, 4 or 8"
+        return f"leaves: must be 1, 2, 4 or 8, got {p.leaves}"
     if p.leaves > 1 and p.a[0][1] % (16 * p.leaves):
-        return f"leaves of {p.a[0][1] // p.leaves} k: must be a multiple of 16"
+        return f"k / leaves = {p.a[0][1]} / {p.leaves}: must be a multiple of 16, got {p.a[0][1] / p.leaves:g}"
     return unsupported(p)
 
 
@@ -123,7 +123,7 @@ def products_rejects(p: Grouped) -> str | None:
     """Return why `products` is not used for a problem, or None."""
     if (why := too_few_rows(p, FEW) or products_unsupported(p)) is not None:
         return why
-    return None if p.out is not None and _has_vector_rows(p.out) else "the result's rows must be 16-byte aligned"
+    return None if p.out is not None and _has_vector_rows(p.out) else "out: rows must be 16-byte aligned"
 
 
 def gradients_rejects(p: Grouped) -> str | None:
@@ -131,10 +131,10 @@ def gradients_rejects(p: Grouped) -> str | None:
     if (why := unsupported(p)) is not None:
         return why
     if p.pairs == 0:
-        return "no rows"
+        return "rows: must be at least 1, got 0"
     if p.out is None or any(columns % 8 for columns in p.out[0][1:]):
-        return "rows and columns of a matrix must be multiples of 8"
-    return None if p.out[3] else "the result must be 16-byte aligned"
+        return "weights: rows and columns must be multiples of 8"
+    return None if p.out[3] else "out: must be 16-byte aligned"
 
 
 def _maps(b: Matrices, function: str) -> torch.Tensor:
@@ -251,11 +251,11 @@ def gradients(
 def combine_rejects(p: Rows) -> str | None:
     """Return why `combine` is not used for a problem, or None."""
     if p.top_k > MAX_TOP_K:
-        return f"{p.top_k} ids per row: must be at most {MAX_TOP_K}"
+        return f"top_k: must be at most {MAX_TOP_K}, got {p.top_k}"
     if (p.y[2], p.out[2]) == (torch.float32, torch.bfloat16):
-        return "dtypes: fp32 to bf16 is not supported"
+        return "dtype: must not be fp32 for the experts' outputs with a bf16 result"
     if not all(_has_vector_rows(t) and t[1][0] == t[0][1] for t in (p.y, p.out)):
-        return "rows must be contiguous and multiples of 16 bytes"
+        return "operands: rows must be contiguous and multiples of 16 bytes"
     return None
 
 

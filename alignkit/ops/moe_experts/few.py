@@ -14,8 +14,8 @@ from .problem import Grouped, Matrices
 def rejects(p: Grouped) -> str | None:
     """Return why this kernel is not used for a problem, or None."""
     if cuda.too_few_rows(p, cuda.FEW) is None:
-        return f"{p.pairs} rows for {p.experts} experts: must be at most {cuda.FEW} each"
-    return cuda.products_unsupported(p) if p.pairs else "no rows"
+        return f"rows per expert: must be at most {cuda.FEW}, got {p.pairs} / {p.experts}"
+    return cuda.products_unsupported(p) if p.pairs else "rows: must be at least 1, got 0"
 
 
 def products(

@@ -4,7 +4,8 @@ The kernels read the row counts on the device. The grid covers the maximum numbe
 exit immediately. Rows are gathered from their original positions. each.py documents the functions.
 
 The order of k is the contract's. The number of steps (STEPS) must stay a run-time argument that is not specialized, or
-the compiler may fold the accumulator (../linear/triton.py). Tile sizes and launch options are free.
+the compiler may fold the accumulator (../linear/triton.py). Tile sizes and launch options are free, but a step must not
+cross leaves: `products` reduces BLOCK_K to a divisor of the leaf.
 """
 
 from __future__ import annotations
@@ -326,11 +327,11 @@ def gradients(
 def rejects(p: Grouped) -> str | None:
     """Return why these kernels are not used for a problem, or None."""
     if p.b is None:
-        return "the experts' matrices differ in strides or alignment"
+        return "weights: must have the same strides and alignment for all experts"
     if p.a[2] != p.b[2]:
-        return f"operands must have one dtype, got {p.a[2]} and {p.b[2]}"
+        return f"operands: must have one dtype, got {p.a[2]} and {p.b[2]}"
     if p.experts > MAX_EXPERTS:
-        return f"{p.experts} experts: must be at most {MAX_EXPERTS}"
+        return f"experts: must be at most {MAX_EXPERTS}, got {p.experts}"
     if p.out is not None and p.out[1][-1] != 1:
-        return "the result's rows must be contiguous"
+        return "out: rows must be contiguous"
     return None

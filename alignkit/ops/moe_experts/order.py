@@ -1,5 +1,6 @@
-"""Table of the kernels of the experts: for each op of `dispatch.OPS`, fastest first. The order affects speed alone.
+"""Kernels of each op of the experts, fastest first. The order affects speed alone.
 
+`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
 moe_pairs sorts rows by expert; moe_products, moe_gated (with activation) and moe_gradients are grouped GEMMs;
 moe_combine sums over a row's experts; moe_weigh is a fused step of the backward pass.
 `alignkit doctor --explain` prints the kernels' names; benchmarks/moe.py selects kernels by them.

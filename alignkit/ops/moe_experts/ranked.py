@@ -46,7 +46,7 @@ def _rank(
 
 def rejects(p: Ids) -> str | None:
     """Return why this kernel is not used for a problem, or None."""
-    return f"{p.count} ids: must be at most {MAX_IDS}" if p.count > MAX_IDS else None
+    return f"ids: must be at most {MAX_IDS}, got {p.count}" if p.count > MAX_IDS else None
 
 
 def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:

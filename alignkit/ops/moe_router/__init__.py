@@ -1,6 +1,6 @@
 """MoE router: the choice of experts per token and their weights. docs/contract.md, "Mixture of experts".
 
-Public: `moe_router` (docs/api/ops.md). library.py calls `check` and `route`.
+Public: `moe_router` (docs/api/ops.md). ops/library.py calls `check` and `route`.
 """
 
 from __future__ import annotations
@@ -104,6 +104,6 @@ def check(logits, top_k, score, normalize, bias, groups, top_groups, scale) -> R
         require(sigmoid, "bias: must be None unless score is 'sigmoid'")
         check_tensor("bias", bias, 1, (torch.float32,))
         require(tuple(bias.shape) == (n,), f"bias: expected shape ({n},), got {tuple(bias.shape)}")
-        require(bias.device == logits.device, f"bias: device {bias.device} differs from logits' {logits.device}")
+        require(bias.device == logits.device, f"bias: device must be logits' {logits.device}, got {bias.device}")
         require(not checks_values(bias.device) or bool(bias.isfinite().all()), "bias: values must be finite")
     return Routing(top_k, sigmoid, normalize, groups, top_groups, scale)

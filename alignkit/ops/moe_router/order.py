@@ -1,4 +1,7 @@
-"""Table of the kernels of the router (`dispatch.OPS`): one per backend, fastest first."""
+"""Kernels of the router, one per backend, fastest first.
+
+`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """RMSNorm of query and key heads followed by RoPE, fused. docs/contract.md, "RoPE".
 
-Public: `qk_norm_rope` (docs/api/ops.md).
+Public: `qk_norm_rope` (docs/api/ops.md). ops/library.py calls `check` and `forward`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _QKNormRope(torch.autograd.Function):
             table.contiguous(),
             ctx.zero_centered,
         )
-        grads = dq, dk, *(rounded(d, q_weight.dtype) for d in dw)
+        grads = dq, dk, *(rounded(d, q_weight.dtype) for d in dw)  # dq, dk, dq_weight, dk_weight; even ones belong to q
         return *(None if dy[i % 2] is None else d for i, d in enumerate(grads)), None, None, None, None
 
 

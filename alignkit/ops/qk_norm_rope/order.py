@@ -1,4 +1,7 @@
-"""Table of the kernels of qk_norm_rope (`dispatch.OPS`): one per backend, fastest first."""
+"""Kernels of qk_norm_rope, one per backend, fastest first.
+
+`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
+"""
 
 from __future__ import annotations
 

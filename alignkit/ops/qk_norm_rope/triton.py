@@ -16,7 +16,7 @@ from .._triton import next_power_of_2, tree_sum
 from ..rms_norm.triton import DW_ROWS, _gradients, _rstd, _scale
 from ..rope.triton import _angles
 
-ELEMENTS = 2048  # schedule: minimum elements per CTA, padding included
+ELEMENTS = 2048  # schedule: minimum elements per CTA, padding included; a power of two
 
 
 @triton.jit
@@ -322,7 +322,7 @@ def _sum_partials(PART, OUT, q_parts, k_parts, H: tl.constexpr, BLOCK: tl.conste
 
 
 TREE_LEVELS = 6
-"""schedule: levels of the dweight tree per launch."""
+"""schedule: levels of the dweight tree per launch, at least 1."""
 
 
 def backward(

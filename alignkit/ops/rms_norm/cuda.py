@@ -56,7 +56,7 @@ class _NormGrad(ctypes.Structure):
 def forward_rejects(p: Norm) -> str | None:
     """Return why the forward kernel does not take a problem, or None if it does."""
     if p.tensors[0][0][-1] == TRITON_FORWARD:
-        return f"h: Triton is as fast for {TRITON_FORWARD}, a power of two"
+        return f"h = {TRITON_FORWARD}: not used, the Triton kernel is as fast"
     return _reject(p, MIN_FORWARD)
 
 

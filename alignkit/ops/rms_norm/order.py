@@ -1,4 +1,7 @@
-"""Table of the kernels of RMSNorm: for each op of `dispatch.OPS`, fastest first. The order affects speed alone."""
+"""Kernels of each op of RMSNorm, fastest first. The order affects speed alone.
+
+`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Triton RoPE: elementwise, one row per token and head. The table is computed on the CPU, in double.
 
-Each `tl.fma` and each rounding is the contract's (docs/contract.md, "RoPE"); tile sizes are free.
+Each `tl.fma` and each rounding is the contract's (docs/contract.md, "RoPE"). The rows per program
+(R) are free; BLOCK and REST must cover the dimensions that are rotated and copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Table of the kernels of sigmoid_mul (`dispatch.OPS`): one per backend, fastest first."""
+"""Kernels of sigmoid_mul, one per backend, fastest first.
+
+`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The SwiGLU activation. docs/contract.md, "SiLU times up".
 
-Public: `silu_mul` (docs/api/ops.md).
+Public: `silu_mul` (docs/api/ops.md). ops/library.py calls `check`.
 """
 
 from __future__ import annotations

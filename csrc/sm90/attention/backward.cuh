@@ -29,7 +29,7 @@ namespace {
 
 using Problem = AlignkitAttentionBackward;
 
-constexpr int kBlock = 64;  // schedule: rows per streamed block
+constexpr int kBlock = 64;  // schedule: rows per streamed block; divides kStatisticsPad
 
 struct Tile {
   int s;  // sequence; -1: no tile left

@@ -31,7 +31,8 @@ template <int kProducer, int kConsumer, int kConsumerGroups>
 constexpr bool kRegistersFit =
     kProducer + kConsumerGroups * kConsumer <= (kConsumerGroups + 1) * (65536 / ((kConsumerGroups + 1) * 128) / 8 * 8);
 
-constexpr int kStatisticsPad = 128;  // schedule: the statistics of a sequence start at a multiple of this
+// schedule: the statistics of a sequence start at a multiple of this and are padded to one, so blocks are read whole.
+constexpr int kStatisticsPad = 128;
 
 __device__ __forceinline__ int64_t load_int(const AlignkitInts& ints, int64_t i) {
   return ints.wide ? static_cast<const int64_t*>(ints.data)[i] : static_cast<const int32_t*>(ints.data)[i];

@@ -1,11 +1,12 @@
-// The sum over a token's experts, in fp32: the balanced tree over experts of its pairs' rows, each times the router's
-// weight.
+// Weighted sum over a token's experts, in fp32. A term is a pair's row times the router's weight; the tree over experts
+// adds the terms.
 //
 // Tile: a warp computes one token, or some of its columns if tokens are few. Lane n takes the n-th of the token's
-// experts in tree order and finds the lane whose partial sum its own is added to. Then each lane adds 16 bytes of
-// columns at a time; the loads of all pairs are in flight together.
+// experts in tree order and finds its parent: the lane to whose partial sum it adds its own. Then each lane adds 16
+// bytes of columns at a time; the loads of all pairs are in flight together.
 //
-// Order of summation: the expert tree of docs/contract.md. Absent experts are skipped, and +0 is added to every term.
+// Order of summation: "Tree over experts" in docs/contract.md. Ids without a pair (place -1) are skipped. +0 is added
+// to every term, which gives the bits of the contract's +0 at the end.
 //
 // Launch: CTAs of 8 warps; grid (tokens / 8, column parts), with enough column parts for about kTargetCtas CTAs.
 //
@@ -23,13 +24,14 @@ namespace {
 
 constexpr int kWarps = 8;         // schedule: warps per CTA
 constexpr int kTargetCtas = 256;  // schedule: CTAs that fill the GPU
+constexpr int kMaxTopK = 16;      // mirrors alignkit/ops/moe_experts/cuda.py:MAX_TOP_K
 
 struct Combine {
   const int64_t* place;  // pair of each id, or -1
   const void* ids;       // int64, or int32 if `narrow`
   const float* weights;  // null: all 1
   int rows, k, columns;
-  int run, width;  // expert tree: the leaf of an id is id / run * width + id % run
+  int run, width;  // tree over experts: the leaf of an id is id / run * width + id % run
   bool narrow;     // ids are int32
 };
 
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(kWarps * 32) combine(const In* y, Out* out, co
   if (row >= p.rows) return;
 
   int64_t pair = -1;
-  int leaf = INT_MAX;  // absent experts sort last
+  int leaf = INT_MAX;  // ids without a pair sort last
   float weight = 1.0f;
   if (lane < p.k) {
     int64_t i = row * p.k + lane;
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(kWarps * 32) combine(const In* y, Out* out, co
           float x = n < count ? element<In>(vectors[n], first + i) : 0.0f;
           v[n][i] = (p.weights && n < count ? weights[n] * x : x) + 0.0f;
         }
-      // Sums after `a` are complete by now. Ascending b adds them to `a` from the lowest level up.
+      // v[b] is complete for every b > a. Ascending b adds the children of `a` in order of their level, lowest first.
 #pragma unroll
       for (int a = kMaxIds - 2; a >= 0; --a)
 #pragma unroll
@@ -154,7 +156,7 @@ cudaError_t launch_combine(const void* y, void* out, const Combine& p, cudaStrea
   if (p.k <= 2) return launch(combine<2, In, Out>);
   if (p.k <= 4) return launch(combine<4, In, Out>);
   if (p.k <= 8) return launch(combine<8, In, Out>);
-  if (p.k <= 16) return launch(combine<16, In, Out>);
+  if (p.k <= kMaxTopK) return launch(combine<kMaxTopK, In, Out>);
   return cudaErrorInvalidValue;
 }
 
@@ -164,8 +166,8 @@ cudaError_t launch_combine(const void* y, void* out, const Combine& p, cudaStrea
 using namespace alignkit;
 
 // Compute out [rows, columns] from y [pairs, columns]. `place`, `ids` and `weights` (or null) are [rows, k]; ids are
-// int32 if `narrow`, otherwise int64. y is bf16 if `from_bf16`, otherwise fp32, and so is out by `to_bf16`. Rows start
-// at multiples of 16 bytes. Returns a cudaError_t.
+// int32 if `narrow`, otherwise int64. y is bf16 if `from_bf16`, else fp32; out is bf16 if `to_bf16`, else fp32. fp32 to
+// bf16 is not supported. Rows start at multiples of 16 bytes. Returns a cudaError_t.
 extern "C" int alignkit_experts_combine(const void* y, int from_bf16, const int64_t* place, const void* ids, int narrow,
                                         const float* weights, void* out, int to_bf16, int rows, int k, int columns,
                                         int run, int width, cudaStream_t stream) {

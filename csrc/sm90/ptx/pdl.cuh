@@ -1,5 +1,5 @@
 // Programmatic dependent launch (PDL): a kernel may start before its predecessor in the stream has ended.
-// In CPU tests tests/ops/cuda_on_cpu/ptx/pdl.cuh stands in for this file: names and signatures must match.
+// CPU tests include tests/ops/cuda_on_cpu/ptx/pdl.cuh instead; names and signatures must match.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -13,7 +13,12 @@ __device__ __forceinline__ void griddep_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Host: launch with programmatic stream serialization; the kernel must call griddep_wait before it reads its inputs.
+// Host: launch with programmatic stream serialization. Rules for the kernel:
+// - It calls griddep_wait before it reads what its predecessor wrote, and before it writes what its predecessor may
+//   use.
+// - Every kernel waits at some point, so that its completion implies that of all earlier kernels.
+// - A kernel that overlaps its predecessor (gemm.cuh: kOverlap; attention/backward.cuh: dK/dV) waits at its end. Its
+//   predecessor must call griddep_launch_dependents after griddep_wait.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_pdl(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
                        const Arguments&... arguments) {

@@ -1,4 +1,7 @@
-"""TransformerEngine 2.16's `RMSNorm` module, which alignkit finds by this path and whose weight and eps it reads."""
+"""Stand-in for TransformerEngine 2.16's `RMSNorm` module.
+
+alignkit finds it by this path and reads its weight and eps.
+"""
 
 from ..ops import RMSNorm as _RMSNormOp
 

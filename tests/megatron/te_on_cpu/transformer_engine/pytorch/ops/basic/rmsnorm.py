@@ -1,4 +1,4 @@
-"""TransformerEngine 2.16's RMSNorm operation, in fp32 by torch."""
+"""Stand-in for TransformerEngine 2.16's RMSNorm operation, in fp32 by torch."""
 
 import torch
 
