@@ -180,12 +180,12 @@ def run(options: Options, progress: Progress) -> Result:
     else:
         rows = plan.rows(options.dtypes, options.tp, options.full, gpu, architecture.experts > 0)
     for row in rows:
-        ranks = row.training_tp
-        if options.model is None and ranks > 1 and architecture.kv_heads % ranks and HEADS % ranks == 0:
-            raise UnsupportedError(
-                f"tp: must divide num_key_value_heads = {architecture.kv_heads}, got {ranks}; pass --tp {ranks} to "
-                f"create a model with {ranks}"
-            )
+        try:
+            architecture.check_tp(row.training_tp)
+        except UnsupportedError as e:
+            if options.model is None and HEADS % row.training_tp == 0:
+                ranks = row.training_tp
+                raise UnsupportedError(f"{e}; pass --tp {ranks} to create a model for {ranks} ranks") from None
         check_layout(architecture, patched=row.patched, **row.layout)  # pyright: ignore[reportArgumentType]
     parts = [make_plan(rows, models)]
     if options.model is None and options.family is None and not options.trainings:
@@ -324,11 +324,11 @@ def _check_model(path: Path, options: Options) -> Architecture:
 
 
 def _check_sizes(options: Options, positions: int) -> None:
-    most = positions - max(plan.PROMPT_LENGTHS)
-    if options.max_tokens > most:
+    longest = max(plan.PROMPT_LENGTHS)
+    if options.max_tokens > positions - longest:
         raise InputError(
-            f"max_tokens: must be at most {most} ({positions} positions of the model, less the "
-            f"{max(plan.PROMPT_LENGTHS)} tokens of the longest prompt), got {options.max_tokens}"
+            f"max_tokens: must be at most {positions - longest} ({positions} positions of the model, less the "
+            f"{longest} tokens of the longest prompt), got {options.max_tokens}"
         )
 
 

@@ -34,8 +34,8 @@ def only(field: str, wanted: Any, label: str = "") -> Row:
     """Return the row of a field that must equal `wanted`. label: common name of the feature that the field enables."""
     name = f"{field} ({label})" if label else field
     shown = repr(wanted).replace("{", "{{").replace("}", "}}")
-    requirement = "no value is supported, because alignkit does not know this field" if wanted is REQUIRED else ""
-    message = f"{name}: {requirement or f'must be {shown}'}, got {{value!r}}"
+    unknown = "no value is supported, because alignkit does not know this field"
+    message = f"{name}: {unknown if wanted is REQUIRED else f'must be {shown}'}, got {{value!r}}"
     return Row(field, lambda value, _: value == wanted, message)
 
 

@@ -304,7 +304,6 @@ def _check_causal(mask, s: int, b: int, cp: CP) -> None:
 
     The mask has one row for each token of this rank and one column for each token of the whole sequence.
     """
-    refusal = "attention_mask: must be causal, with padding on the right; other masks are not supported"
     if (
         type(mask) is not torch.Tensor
         or mask.is_nested
@@ -327,4 +326,8 @@ def _check_causal(mask, s: int, b: int, cp: CP) -> None:
     on_the_right = (token[:, 1:] <= token[:, :-1]).all()
     # Rank 0 has each sequence's first token. Other ranks may have only padding, which must be causal too.
     on_the_right &= token[:, 0].all() if cp.rank == 0 else (mask | ~causal).all()
-    _require(on_the_right & ~((mask ^ causal) & token[:, :, None]).any(), UnsupportedError, refusal)
+    _require(
+        on_the_right & ~((mask ^ causal) & token[:, :, None]).any(),
+        UnsupportedError,
+        "attention_mask: must be causal, with padding on the right; other masks are not supported",
+    )

@@ -40,8 +40,9 @@ def topk_routing(
 
     Replaces Megatron's ``topk_routing_with_score_function``. Megatron attaches its load-balancing losses to the result.
     """
-    for name, value in {"router_replay": router_replay, **others}.items():
-        if value is not None and not (value is False and name in others):
+    enabled = {name: value for name, value in others.items() if value is not False}
+    for name, value in {"router_replay": router_replay, **enabled}.items():
+        if value is not None:
             raise UnsupportedError(f"topk_routing_with_score_function: {name}: must be None, got {value!r:.200}")
     sigmoid = score_function == "sigmoid"
     weights, ids = ops.moe_router(

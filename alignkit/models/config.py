@@ -328,9 +328,9 @@ def _check_routing(arch: Architecture, family: Family) -> None:
     """Check that both engines support the routing with sigmoid scores and expert groups."""
     if family.experts is None or arch.score == "softmax":
         return
-    if arch.experts % arch.groups or arch.top_groups > arch.groups:
-        if arch.experts % arch.groups:
-            raise InputError(f"n_group: must divide the number of experts, {arch.experts}, got {arch.groups}")
+    if arch.experts % arch.groups:
+        raise InputError(f"n_group: must divide the number of experts, {arch.experts}, got {arch.groups}")
+    if arch.top_groups > arch.groups:
         raise InputError(f"topk_group: must be at most n_group = {arch.groups}, got {arch.top_groups}")
     if arch.top_k > arch.experts // arch.groups * arch.top_groups:
         raise InputError(
@@ -344,8 +344,8 @@ def _check_routing(arch: Architecture, family: Family) -> None:
         )
     if arch.normalize_top_k != (arch.top_k > 1):
         raise UnsupportedError(
-            f"norm_topk_prob: must be {'false' if arch.normalize_top_k else 'true'} with {arch.score} scores and "
-            f"num_experts_per_tok = {arch.top_k}, got {'true' if arch.normalize_top_k else 'false'}. Megatron-core "
+            f"norm_topk_prob: must be {json.dumps(arch.top_k > 1)} with {arch.score} scores and num_experts_per_tok = "
+            f"{arch.top_k}, got {json.dumps(arch.normalize_top_k)}. Megatron-core "
             "always normalizes the weights of 2 or more experts, and never the weight of one"
         )
 

@@ -151,12 +151,17 @@ def check_no_overlap(name: str, t: torch.Tensor, others: dict[str, torch.Tensor 
                 raise InputError(f"{name}: must not share memory with {other_name}")
 
 
+def check_same_device(name: str, t: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
+    """Require that `t` is on the device of `like`."""
+    if t.device != like.device:
+        raise InputError(f"{name}: device must be that of {like_name}, {like.device}, got {t.device}")
+
+
 def check_like(name: str, t, like_name: str, like: torch.Tensor) -> None:
     """Require that `t` has the dtype and device of `like`."""
     if t.dtype != like.dtype:
         raise InputError(f"{name}: dtype must be {like_name}'s {like.dtype}, got {t.dtype}")
-    if t.device != like.device:
-        raise InputError(f"{name}: device must be {like_name}'s {like.device}, got {t.device}")
+    check_same_device(name, t, like_name, like)
 
 
 def check_weight(x: torch.Tensor, weight, bias, name: str = "x", dtypes=DTYPES) -> None:

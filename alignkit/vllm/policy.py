@@ -186,7 +186,7 @@ PARALLEL = Policy(
         Row(
             "distributed_executor_backend",
             lambda name, _: name in EXECUTORS,
-            "{field}: must be uni, mp, external_launcher or ray, got {value}",
+            f"{{field}}: must be one of {', '.join(filter(None, EXECUTORS))}, got {{value}}",
         ),
         Row("pipeline_parallel_size", lambda size, _: size <= 1, "{field}: must be 1, got {value}"),
         Row(

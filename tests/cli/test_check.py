@@ -370,6 +370,15 @@ def test_training_layouts_are_compared_with_a_batch(tmp_path, monkeypatch):
         ):
             with pytest.raises(InputError, match=why):
                 run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
+        for name, why in (
+            (
+                "tp8-padded",
+                "^tp: must divide num_key_value_heads = 4, got 8; pass --tp 8 to create a model for 8 ranks$",
+            ),
+            ("tp3-padded", "^tp: must divide num_key_value_heads = 4, got 3$"),  # no --tp helps
+        ):
+            with pytest.raises(UnsupportedError, match=why):
+                run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
         for module in ("run", "machine"):
             monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
         with pytest.raises(InputError, match="training: every engine must fit on 1 GPUs .*, got one that needs 2"):

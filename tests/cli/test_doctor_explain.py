@@ -96,7 +96,7 @@ def test_each_op_has_a_kernel_on_each_family():
         ("attention", ["dtype=fp32"], "q, k, v: must be bf16"),
         ("attention", ["aligned=no"], "q, k, v: must be bf16 with 16-byte aligned addresses and strides (TMA)"),
         ("attention", ["heads=65", "kv_heads=1"], "heads / kv_heads: must be at most 64, got 65"),
-        ("attention", ["rows=67108864"], "rows * heads: must be in [1, "),
+        ("attention", ["rows=67108864"], "rows * heads: must be in [1, 1073741824), got 67108864 * 16"),
         ("attention", ["rows=64", "heads=2"], None),
         ("attention_backward", ["head_dim=96"], None),
         ("attention_backward", ["head_dim=32"], "head_dim: must be 64, 96, 128 or 256, got 32"),

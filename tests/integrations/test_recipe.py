@@ -120,8 +120,16 @@ MOE = NEMO_PARENT.replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3
         ("Qwen/Qwen3-30B-A3B", "", None),
         ("Qwen/Qwen3-30B-A3B", "expert_parallel_size: 2", None),
         ("Qwen/Qwen3-30B-A3B", "expert_parallel_size: 8", "data parallelism inside vLLM"),
-        ("Qwen/Qwen3-30B-A3B", "expert_model_parallel_size: 6", "divides num_moe_experts = 128, got 6"),
-        ("mistralai/Mixtral-8x7B-v0.1", "expert_model_parallel_size: 16", "divides num_moe_experts = 8, got 16"),
+        (
+            "Qwen/Qwen3-30B-A3B",
+            "expert_model_parallel_size: 6",
+            "power of two that divides num_moe_experts = 128, got 6",
+        ),
+        (
+            "mistralai/Mixtral-8x7B-v0.1",
+            "expert_model_parallel_size: 16",
+            "power of two that divides num_moe_experts = 8, got 16",
+        ),
         ("Qwen/Qwen3-30B-A3B", "moe_enable_routing_replay: true", "routing replay"),
         ("Qwen/Qwen3-8B", "moe_enable_routing_replay: true", None),  # dense models ignore it
     ],

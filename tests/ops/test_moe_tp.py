@@ -159,7 +159,7 @@ def test_error_on_one_rank_raises_on_all(grids, message):
 def test_ranks_must_divide_leaves_and_subtrees(grids):
     grids.run(4, call, 4, 1, {})
     for message, sizes in (
-        ("tp: must divide alignkit.contract.k_leaves(", (1, 4)),
+        ("tp: must divide alignkit.contract.k_leaves(32) = 2, got 4", (1, 4)),
         ("ep: must be a power of two that divides experts = 12, got 3", (3, 1)),
     ):
         for outcome in grids.outcomes(sizes[0] * sizes[1], call, *sizes, {}, timeout=20):

@@ -125,7 +125,7 @@ def test_ray_v1_and_custom_executors_are_rejected(process, checkpoint):
     with pytest.raises(UnsupportedError, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND: must be 1; Ray's V1 executor"):
         process(check_config_for, checkpoint(), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}, "cpu", "ray")
     own = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    with pytest.raises(UnsupportedError, match=f"distributed_executor_backend: must be uni, .*, got {own}"):
+    with pytest.raises(UnsupportedError, match=f"distributed_executor_backend: must be one of uni, .*, got {own}"):
         process(configure, checkpoint(), {"distributed_executor_backend": own})
 
 

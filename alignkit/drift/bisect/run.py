@@ -391,11 +391,11 @@ def _sequences(
             raise InputError(
                 f"tokens: ids must be below the model's vocabulary size {vocab}, got {max(map(max, sequences))}"
             )
-        longest = max(map(len, sequences)) + options.decode + 1
-        if longest > positions:
+        longest, most = max(map(len, sequences)), positions - options.decode - 1
+        if longest > most:
             raise InputError(
-                f"tokens: a sequence must have at most {positions - options.decode - 1} tokens to fit the model's "
-                f"{positions} positions, got {max(map(len, sequences))}"
+                f"tokens: a sequence must have at most {most} tokens to fit the model's {positions} positions, got "
+                f"{longest}"
             )
     return sequences
 

@@ -54,9 +54,9 @@ OF_THE_MODEL = frozenset("context_parallel_size num_query_groups params_dtype pi
 """Fields that are objects or depend on the model's sizes, checked when the model is built."""
 
 
-def requirement(allowed: tuple[Any, ...], feature: str) -> str:
-    """Return the reason against other values than `allowed`, which enable the feature; no values: must be unset."""
-    return f"must be {' or '.join(map(str, allowed)) or 'unset'} ({feature})"
+def unmet(value: Any, allowed: tuple[Any, ...], feature: str) -> str | None:
+    """Return the requirement that `value` violates, or None if it is allowed. Other values enable the feature."""
+    return None if value in allowed else f"must be {' or '.join(map(str, allowed)) or 'unset'} ({feature})"
 
 
 def vllm_refusal(field: str, value: Any) -> str | None:
@@ -64,8 +64,7 @@ def vllm_refusal(field: str, value: Any) -> str | None:
     if value in (None, False):
         return None
     if field in ALLOWED:
-        allowed, feature = ALLOWED[field]
-        return None if value in allowed else requirement(allowed, feature)
+        return unmet(value, *ALLOWED[field])
     table = next((table for _, table in vllm.PARTS if field in table.fields), None)
     if table is None:
         return None if field in FREE else "unknown argument of vLLM"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
-from .engines import megatron_refusal, model, requirement, vllm_refusal
+from .engines import megatron_refusal, model, unmet, vllm_refusal
 from .reading import Recipe, Setting
 
 ENABLING_SETTING = ("PYTHONPATH", "$(python -m alignkit.integrations.startup):$PYTHONPATH")
@@ -102,9 +102,8 @@ def uses_megatron(recipe: Recipe) -> bool:
 
 def _training(setting: Setting, name: str, others: dict[str, Any]) -> Finding:
     if name in OWN:
-        allowed, feature = OWN[name]
-        good = setting.value in allowed
-        return Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, requirement(allowed, feature))
+        why = unmet(setting.value, *OWN[name])
+        return Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
     if FREE.fullmatch(name):
         return Finding(setting, PASSES, "")
     field, value = name.removeprefix("model_overrides."), setting.value

@@ -61,7 +61,7 @@ def read(path: Path) -> Recipe:
         del counts["slime"]
     framework = max(counts, key=lambda name: counts[name])
     if not counts[framework]:
-        raise InputError(f"recipe: {path} contains no settings of verl, NeMo-RL or slime")
+        raise InputError(f"recipe: {path} contains no settings of {' or '.join(FRAMEWORKS)}")
     return Recipe(framework, settings)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
-from .engines import megatron_refusal, model, requirement, vllm_refusal
+from .engines import megatron_refusal, model, unmet, vllm_refusal
 from .reading import Recipe, Setting
 
 ENABLING_SETTING = ("actor_rollout_ref.model.external_lib", "alignkit.integrations.verl")
@@ -139,9 +139,8 @@ def _setting(setting: Setting, recipe: Recipe, others: dict[str, Any]) -> Iterat
 
 def _training(setting: Setting, name: str, others: dict[str, Any]) -> Finding:
     if name in OWN:
-        allowed, feature = OWN[name]
-        good = setting.value in allowed
-        return Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, requirement(allowed, feature))
+        why = unmet(setting.value, *OWN[name])
+        return Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
     if FREE.fullmatch(name):
         return Finding(setting, PASSES, "")
     why = megatron_refusal(name.removeprefix("override_transformer_config."), setting.value, others)

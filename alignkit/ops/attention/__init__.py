@@ -22,6 +22,7 @@ from .._common import (
     check_like,
     check_no_overlap,
     check_number,
+    check_same_device,
     check_tensor,
     checks_values,
     require,
@@ -74,7 +75,7 @@ def _check(q, k, v, scale, k_name: str = "k", v_name: str = "v") -> float:
 def _check_ints(name: str, t, ndim: int, q: torch.Tensor) -> torch.Tensor:
     """Check an integer tensor and return it with unit stride in the last dimension, on the CPU as int64."""
     check_tensor(name, t, ndim, INTS)
-    require(t.device == q.device, f"{name}: device must be q's {q.device}, got {t.device}")
+    check_same_device(name, t, "q", q)
     return unit(t.to(torch.int64) if families.on_host(t.device) else t)
 
 

@@ -26,6 +26,7 @@ from .._common import (
     check_int,
     check_like,
     check_number,
+    check_same_device,
     check_tensor,
     checks_values,
     require,
@@ -60,14 +61,14 @@ def _check_tensors(q, k, w, do, dv, g, gk, dht, sequences: int, state_v_first: b
     for name, t, shape in shapes:
         if t is not None:
             check_tensor(name, t, len(shape), (torch.float32,))
-            require(t.device == q.device, f"{name}: device must be q's {q.device}, got {t.device}")
+            check_same_device(name, t, "q", q)
             _check_shape(name, t, shape)
 
 
 def _check_sequences(cu_seqlens, num_chunks: int | None, q: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Check cu_seqlens, and return it contiguous with the number of chunks."""
     check_tensor("cu_seqlens", cu_seqlens, 1, INTS)
-    require(cu_seqlens.device == q.device, f"cu_seqlens: device must be q's {q.device}, got {cu_seqlens.device}")
+    check_same_device("cu_seqlens", cu_seqlens, "q", q)
     require(len(cu_seqlens) > 1, f"cu_seqlens: must have at least 2 entries, got {len(cu_seqlens)}")
     require(q.shape[0] == 1, f"q: packed sequences require a batch of 1, got {q.shape[0]}")
     if num_chunks is None or checks_values(q.device):

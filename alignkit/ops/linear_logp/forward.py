@@ -9,7 +9,7 @@ from ...dist import SINGLE
 from ...errors import InputError
 from ...runtime import dispatch
 from .._calls import op
-from .._common import check_device, check_tensor, check_weight, checks_values, require
+from .._common import check_device, check_same_device, check_tensor, check_weight, checks_values, require
 from ..linear import matmul
 from .blocks import cuts, part_of
 from .checks import check_temperature, check_transform, flat_rows, temperatures
@@ -117,7 +117,7 @@ def token_logp(
         raise InputError(
             f"token_ids: shape must be [{', '.join(map(str, rows))}, K] to match logits, got {list(token_ids.shape)}"
         )
-    require(token_ids.device == device, f"token_ids: device must be logits' {device}, got {token_ids.device}")
+    check_same_device("token_ids", token_ids, "logits", logits)
     check_temperature(temperature, rows, device)
     backend, t = dispatch.select("linear_logp", device), temperatures(temperature, rows, device)
     if checks_values(device):

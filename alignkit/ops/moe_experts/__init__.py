@@ -22,6 +22,7 @@ from .._common import (
     check_int,
     check_like,
     check_plain,
+    check_same_device,
     check_tensor,
     check_tp,
     checks_values,
@@ -317,13 +318,13 @@ def _check_matrices(name: str, given, x: torch.Tensor) -> tuple[int, int, int]:
 def _check_choice(ids, weights, x: torch.Tensor, experts: int) -> None:
     check_plain("ids", ids)
     require(ids.dtype in (torch.int64, torch.int32), f"ids: dtype must be torch.int64 or torch.int32, got {ids.dtype}")
-    require(ids.device == x.device, f"ids: device must be x's {x.device}, got {ids.device}")
+    check_same_device("ids", ids, "x", x)
     require(
         ids.ndim == x.ndim and ids.shape[:-1] == x.shape[:-1] and ids.shape[-1] > 0,
         f"ids: shape must be [{', '.join(map(str, x.shape[:-1]))}, top_k] to match x, got {list(ids.shape)}",
     )
     check_tensor("weights", weights, dtypes=(torch.float32,))
-    require(weights.device == x.device, f"weights: device must be x's {x.device}, got {weights.device}")
+    check_same_device("weights", weights, "x", x)
     require(
         weights.shape == ids.shape, f"weights: shape must equal ids' {tuple(ids.shape)}, got {tuple(weights.shape)}"
     )

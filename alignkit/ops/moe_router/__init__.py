@@ -9,7 +9,17 @@ import torch
 
 from ...runtime import dispatch
 from .._calls import differentiable_once, op
-from .._common import as_rows, check_device, check_flag, check_int, check_number, check_tensor, checks_values, require
+from .._common import (
+    as_rows,
+    check_device,
+    check_flag,
+    check_int,
+    check_number,
+    check_same_device,
+    check_tensor,
+    checks_values,
+    require,
+)
 from .problem import Routing
 
 SCORES = ("softmax", "sigmoid")
@@ -104,6 +114,6 @@ def check(logits, top_k, score, normalize, bias, groups, top_groups, scale) -> R
         require(sigmoid, "bias: must be None unless score is 'sigmoid'")
         check_tensor("bias", bias, 1, (torch.float32,))
         require(tuple(bias.shape) == (n,), f"bias: expected shape ({n},), got {tuple(bias.shape)}")
-        require(bias.device == logits.device, f"bias: device must be logits' {logits.device}, got {bias.device}")
+        check_same_device("bias", bias, "logits", logits)
         require(not checks_values(bias.device) or bool(bias.isfinite().all()), "bias: values must be finite")
     return Routing(top_k, sigmoid, normalize, groups, top_groups, scale)

@@ -13,7 +13,17 @@ import torch
 from ...contract.rope import Llama3, Scaling, plain
 from ...runtime import dispatch, families
 from .._calls import differentiable_once, op
-from .._common import InputError, check_device, check_int, check_number, check_tensor, checks_values, require, unit
+from .._common import (
+    InputError,
+    check_device,
+    check_int,
+    check_number,
+    check_same_device,
+    check_tensor,
+    checks_values,
+    require,
+    unit,
+)
 
 
 @differentiable_once("rope")
@@ -137,7 +147,7 @@ def check(x, positions, table, name: str = "x", rotary_dim: int | None = None) -
     check_tensor("positions", positions, 1, (torch.int64,))
     check_tensor("table", table, 2, (torch.float32,))
     for other_name, t in (("positions", positions), ("table", table)):
-        require(t.device == x.device, f"{other_name}: device must be {name}'s {x.device}, got {t.device}")
+        check_same_device(other_name, t, name, x)
     require(positions.shape[0] == x.shape[0], f"positions: must have {x.shape[0]} entries, got {positions.shape[0]}")
     require(x.shape[2] > 0 and x.shape[2] % 2 == 0, f"{name}: head_dim must be even and positive, got {x.shape[2]}")
     if rotary_dim is None:

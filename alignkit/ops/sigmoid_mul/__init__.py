@@ -9,7 +9,7 @@ import torch
 
 from ...runtime import dispatch
 from .._calls import differentiable_once, op
-from .._common import as_rows, check_device, check_tensor, require
+from .._common import as_rows, check_device, check_same_device, check_tensor, require
 
 
 @differentiable_once("sigmoid_mul")
@@ -57,7 +57,7 @@ def check(gate, x) -> None:
     check_tensor("x", x)
     check_device("x", x)
     check_tensor("gate", gate, dtypes=(torch.float32,))
-    require(gate.device == x.device, f"gate: device must be x's {x.device}, got {gate.device}")
+    check_same_device("gate", gate, "x", x)
     require(
         tuple(gate.shape) == (*x.shape[:-1], 1),
         f"gate: shape must be {(*x.shape[:-1], 1)}, one gate per row of x, got {tuple(gate.shape)}",
