@@ -115,7 +115,7 @@ gpu-where-drift:
 gpu-verl:
 	$(GPU) benchmarks/verl_grpo.py $(VERL_ARGS)
 
-# All measurements of one GPU, one after the other.
+# All measurements of one GPU, one after the other. Without a target: benchmarks/attention_schedules.py, fit_linear.py.
 gpu-figures: gpu-rms gpu-qk gpu-attention gpu-matmul gpu-logp gpu-moe gpu-gdn gpu-where-drift gpu-cost gpu-long
 
 # The tests of the ops under compute-sanitizer.

@@ -1,8 +1,9 @@
-"""Hashes of files, mainly of the kernel sources. Every byte counts, unlike in the source digest of benchmarks.
+"""Hashes of the kernel sources, in which every byte counts, comments too.
 
-setup.py loads this file by its path, so it imports nothing from alignkit. setup.py writes the hashes of the kernel
-sources to built.json and into the libraries. Another digest requires a rebuild (`runtime.built`) and, for versions of
-torch or Triton that are not validated, another golden test (`runtime.validated`).
+setup.py loads this file by its path, so it imports nothing from alignkit. setup.py writes the hashes to built.json and
+into the libraries. A changed hash requires a rebuild (`runtime.built`). With versions of torch or Triton that are not
+validated, it also requires another golden test (`runtime.validated`). benchmarks/lib/code.py has a digest that
+ignores comments.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".inl")
 """Suffixes of kernel sources."""
 BUILT = "built.json"
-"""Name of the file in an installed package that holds the hashes of the sources it was built from."""
+"""Name of the file in an installed package that holds the hashes of the kernel sources at its build."""
 
 
 def files(part: str) -> list[Path]:

@@ -1,6 +1,8 @@
 """The command line `alignkit`: check, compare, bisect, doctor, serve, watch.
 
-Commands, options and exit statuses are public.
+This file parses options, prints results and sets the exit status; the commands' work is in the modules they import.
+Names of commands and options, and exit statuses, are public. Help texts may change; docs/drift.md and docs/bisect.md
+list the same options.
 """
 
 from __future__ import annotations
@@ -30,17 +32,35 @@ STATUSES = """\b
 Exit status:
   0    success: all compared values are bitwise equal, all tests passed
   1    a difference was found or a test failed; no other outcome exits with 1
-  2    usage error: unknown command or option, missing argument, or a value that the parser rejects
-  3    refused: another invalid value or input, or an unsupported feature
+  2    usage error: unknown command or option, missing argument, or a value of the wrong type
+  3    refused: an invalid or unsupported value, file, model or environment
   4    failed: an error in an engine, a kernel or the operating system
   5    unexpected error: use `alignkit --traceback COMMAND ...` to locate it
   130  interrupted by Ctrl-C or SIGTERM
 """
 DTYPES = ("bfloat16", "float32")
+"""Values of `--dtype`, equal to `check.plan.DTYPES`, whose module imports torch (tests/cli/test_status.py)."""
 BISECT_FAMILIES = {
     name: family for name, family in FAMILIES.items() if family.experts is None or family.experts.score == "softmax"
 }
 """Families that `alignkit bisect` supports: dense, or MoE with a softmax router."""
+SERVE_HELP = """\
+Usage: alignkit serve MODEL [VLLM SERVE OPTIONS]...
+
+Run vLLM's server (`vllm serve`) with alignkit's patch. Its logprobs are then
+bitwise equal to the logprobs of a patched Megatron-core model. alignkit refuses
+unsupported options before the server accepts connections. The help of
+`vllm serve` follows.
+"""
+"""Text before the help of vLLM's parser, which does not mention alignkit."""
+BISECT_OPS = ("rms_norm", "linear", "rope", "attention", "silu_mul", "head")
+"""Values of `--swap`, equal to `drift.bisect.points.OPS`, whose module imports torch (tests/cli/test_status.py)."""
+REPORT_HELP = "Write report.html. Requires pip install 'alignkit[report]'."
+
+
+def _block(title: str, names: Iterable[str]) -> str:
+    """Return a paragraph of help with one name per line, which click does not rewrap."""
+    return "\n\n\b\n" + "\n".join([title, *(f"  {name}" for name in names)])
 
 
 class FamilyName(click.Choice):
@@ -65,6 +85,9 @@ class FamilyName(click.Choice):
 def cli(settings: dict, with_traceback: bool) -> None:
     """Make vLLM and Megatron-core compute bitwise equal logprobs, and verify it.
 
+    An engine with alignkit's patch is called aligned or patched, an engine without it stock. A rollout samples tokens
+    with vLLM. A training recomputes the logprobs of these tokens with Megatron-core.
+
     Run `alignkit COMMAND --help` for the options of a command.
     """
     settings["traceback"] = with_traceback
@@ -73,23 +96,25 @@ def cli(settings: dict, with_traceback: bool) -> None:
 @cli.command()
 @click.option(
     "--model",
+    metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Local Hugging Face checkpoint directory.  [default: create a small model with random weights]  "
-    "Supported architectures: "
-    f"{', '.join(ARCHITECTURES)}.",
+    help="Local Hugging Face checkpoint.  [default: create a small model with random weights]"
+    + _block("Supported architectures:", ARCHITECTURES),
 )
 @click.option(
     "--model-family",
+    metavar="FAMILY",
     type=FamilyName(FAMILIES),
-    help="Family of the random-weight model; not used with --model.  [default: qwen3, and qwen3-moe for two "
-    "more pairs]",
+    help="Family of the random-weight model; ignored with --model.  [default: qwen3, and two additional pairs with "
+    "qwen3-moe unless --training is given]" + _block("FAMILY is one of:", FamilyName(FAMILIES).choices),
 )
 @click.option(
     "--out",
+    metavar="DIR",
     type=click.Path(path_type=Path),
     default=Path("check-results"),
     show_default=True,
-    help="Output directory: new, empty, or with results of an earlier check, which are replaced.",
+    help="Output directory. It must be new or empty, or hold results of an earlier check, which are replaced.",
 )
 @click.option(
     "--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), help="Model dtype; repeatable.  [default: both]"
@@ -97,40 +122,78 @@ def cli(settings: dict, with_traceback: bool) -> None:
 @click.option(
     "--tp",
     type=int,
-    help="Tensor-parallel size to test in addition to 1; must divide the model's heads.  [default: 2; 1 with a single "
-    "GPU]",
+    metavar="N",
+    help="Tensor-parallel size to test in addition to size 1; at least 1. N must divide the model's attention heads "
+    "and KV heads.  [default: 2; 1 on a machine with one GPU]",
 )
 @click.option(
     "--full",
     is_flag=True,
-    help="Test every pair of rollout and training setups in every dtype; takes longer. The default tests each rollout "
-    "against training tp1-padded and each training against a batched rollout in the first dtype, and two pairs in "
-    "each other dtype.",
+    help="Test every rollout setup against every training setup, in every dtype; takes longer. Without --full, the "
+    "first dtype tests every rollout against training tp1-padded, and every training against one batched rollout. The "
+    "other dtype tests two pairs of rollout and training.",
 )
 @click.option(
     "--training",
     "trainings",
     metavar="SETUP",
     multiple=True,
-    help="Test only this training setup, against a batched rollout; repeatable. Form: "
-    "tpN[-sp][-epN][-te][-ppN][-cpN]-BATCH, where sp = sequence parallelism, te = TransformerEngine layer spec, and "
-    "BATCH is one (one sequence per micro-batch), padded or packed.",
+    help="Test only this training setup, against one batched rollout; repeatable. --full is then ignored. --tp N is "
+    "then needed only for a random-weight model with more than 4 tensor-parallel ranks."
+    "\n\n\b\n"
+    "SETUP: tpN[-sp][-epN][-te][-ppN][-cpN]-BATCH\n"
+    "  tpN    tensor-parallel size\n"
+    "  sp     sequence parallelism\n"
+    "  epN    expert-parallel size\n"
+    "  te     TransformerEngine's layer spec\n"
+    "  ppN    pipeline-parallel size\n"
+    "  cpN    context-parallel size\n"
+    "  BATCH  one (a sequence per micro-batch),\n"
+    "         padded or packed\n"
+    "Example: tp2-sp-padded",
 )
-@click.option("--max-tokens", default=64, show_default=True, help="Tokens to sample per prompt.")
-@click.option("--temperature", default=1.0, show_default=True, help="Sampling temperature.")
-@click.option("--seed", default=0, show_default=True, help="Seed for weights, prompts and sampling.")
-@click.option("--timeout", type=float, default=1800, show_default=True, help="Time limit per engine, in seconds.")
-@click.option("--report/--no-report", default=True, show_default=True, help="Write report.html.")
+@click.option(
+    "--max-tokens",
+    metavar="N",
+    type=int,
+    default=64,
+    show_default=True,
+    help="Tokens to sample per prompt; at least 1.",
+)
+@click.option("--temperature", default=1.0, show_default=True, help="Sampling temperature; at least 0 and finite.")
+@click.option(
+    "--seed",
+    metavar="N",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of weights, prompts and sampling; in [0, 2^32).",
+)
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=float,
+    default=1800,
+    show_default=True,
+    help="Time limit of each engine; more than 0.",
+)
+@click.option("--report/--no-report", default=True, show_default=True, help=REPORT_HELP)
 def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, temperature, seed, timeout, report) -> int:
-    """Compare logprobs of stock and of aligned engines.
+    """Compare the logprobs of rollout and training, stock and aligned.
 
-    Samples tokens with vLLM, recomputes their logprobs with Megatron-core and compares the bits. Runs stock engines and
-    aligned ones, which alignkit has patched ("patched" in the output), each in its own process. Writes check.json,
-    run.json, report.html and the engine logs to --out.
+    Samples tokens with vLLM, recomputes their logprobs with Megatron-core, and compares the bits. Does this once with
+    stock engines and once with aligned engines ("patched" in the output). Each engine runs in its own process. Writes
+    check.json, run.json, report.html and the engines' logs to --out.
 
-    Exit status: 0 if all logprobs of aligned engines are bitwise equal, 1 if any differ, 3 if the check was refused
-    before an engine started, 4 if an engine failed.
-    """
+    The exit status is 0 if all logprobs of the aligned engines are bitwise equal, and 1 if any differ; differences of
+    stock engines do not count. `alignkit --help` lists the other statuses.
+
+    \b
+    Examples:
+      alignkit check
+      alignkit check --model DIR --dtype bfloat16 --tp 4
+      alignkit check --training tp1-padded --training tp2-sp-packed
+    """  # noqa: D301 - click reads the control character \b
     from .check import report as reports
     from .check import run as runs
     from .check.terminal import Terminal, console, interrupted_by_sigterm
@@ -175,20 +238,28 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
 @click.option(
     "--allow-contract-mismatch",
     is_flag=True,
-    help="Compare files whose contract ids differ, such as those of a stock and an aligned engine. A contract id names "
-    "the definition of the bits that an aligned engine computes.",
+    help="Compare files whose contract ids differ. By default, such files are refused. Each file stores the contract "
+    "id of its engine. Aligned engines with equal ids compute equal bits; a stock engine has the id 'stock'. Use this "
+    "option to compare a stock with an aligned engine.",
 )
 @click.option(
-    "--worst", type=click.IntRange(min=0), default=10, show_default=True, help="Number of worst tokens to print."
+    "--worst",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="Number of tokens to print, those with the largest differences first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
     """Compare two logprob files.
 
-    ROLLOUT and TRAINING are files written by `alignkit.drift.save`. Prints drift metrics and the tokens whose
-    logprobs differ most. docs/drift.md explains the metrics.
+    ROLLOUT and TRAINING are files of the same tokens, written by the Python function `alignkit.drift.save`. Prints
+    drift metrics and the tokens whose logprobs differ most. `python -m pydoc alignkit.drift.DriftReport` explains the
+    metrics.
 
-    Exit status: 0 if all logprobs are bitwise equal, 1 if any differ, 3 if the files cannot be compared.
+    The exit status is 0 if all logprobs are bitwise equal, and 1 if any differ. `alignkit --help` lists the other
+    statuses.
     """
     from rich.console import Console
     from rich.table import Table
@@ -223,77 +294,108 @@ def _left_out(count: int) -> str:
 @click.argument("b", metavar="B")
 @click.option(
     "--model",
+    metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Local Hugging Face checkpoint directory.  [default: create a small model with random weights]  "
-    "Supported architectures: "
-    f"{', '.join(family.architecture for family in BISECT_FAMILIES.values())}.",
+    help="Local Hugging Face checkpoint.  [default: create a small model with random weights]"
+    + _block("Supported architectures:", (family.architecture for family in BISECT_FAMILIES.values())),
 )
 @click.option(
     "--arch",
+    metavar="FAMILY",
     type=FamilyName(BISECT_FAMILIES),
     default="qwen3",
-    show_default=True,
-    help="Family of the random-weight model; not used with --model.",
+    help="Family of the random-weight model; ignored with --model. `alignkit check` calls this option --model-family."
+    "  [default: qwen3]" + _block("FAMILY is one of:", FamilyName(BISECT_FAMILIES).choices),
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True, help="Model dtype.")
 @click.option(
     "--tokens",
+    metavar="FILE",
     type=click.Path(path_type=Path),
     help="File with the token sequences to run: a logprob file, or a replay file of alignkit.drift.Monitor.  [default: "
-    "the sequences of the recording if one side is a recording, else random ones]",
+    "the sequences of the recording if a side is a recording; otherwise random sequences]",
 )
 @click.option(
     "--decode",
+    metavar="N",
+    type=int,
     default=0,
     show_default=True,
-    help="Tokens to sample after each sequence, to record decode steps. The vLLM side samples them (A if both sides "
-    "are vLLM); the other side gets them as input.",
+    help="Tokens to sample after each sequence, in [0, 4096], so that vLLM's decode steps are compared too. The vLLM "
+    "side samples the tokens (side A if both are vLLM); the other side receives them as input.",
 )
 @click.option(
     "--swap",
     metavar="OP=aligned",
-    help="Also run the stock sides with one op replaced by alignkit's. OP: rms_norm, linear, rope, attention, "
-    "silu_mul or head. MoE models are refused.",
+    help="Run each stock side (hf included) once more, with one op computed by alignkit. If the first difference "
+    "disappears, this op causes it. Dense models only." + _block("OP is one of:", BISECT_OPS),
 )
 @click.option(
     "--out",
+    metavar="DIR",
     type=click.Path(path_type=Path),
     default=Path("bisect-results"),
     show_default=True,
-    help="Output directory: new, empty, or with results of an earlier bisect, which are replaced.",
+    help="Output directory. It must be new or empty, or hold results of an earlier bisect, which are replaced.",
 )
 @click.option(
     "--budget",
     metavar="MIB",
+    type=int,
     default=256,
     show_default=True,
-    help="MiB of tensor values to record per side. If all values need more, the first run records digests, and a "
-    "second run records the values of some of the differing tokens.",
+    help="Largest size of the activations recorded per side, in MiB; at least 1. If all activations fit, one run "
+    "records them. Otherwise the first run records a hash of each token's activations. A second run then records the "
+    "activations of tokens whose hashes differ, as many as fit.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed for weights, tokens and sampling.")
-@click.option("--timeout", type=float, default=1800, show_default=True, help="Time limit per engine, in seconds.")
-@click.option("--report/--no-report", default=True, show_default=True, help="Write report.html.")
+@click.option(
+    "--seed",
+    metavar="N",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of weights, tokens and sampling; in [0, 2^32).",
+)
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=float,
+    default=1800,
+    show_default=True,
+    help="Time limit of each engine; more than 0.",
+)
+@click.option("--report/--no-report", default=True, show_default=True, help=REPORT_HELP)
 def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, timeout, report) -> int:
     """Find the first model activation that differs between two engines.
 
     Runs the same tokens and weights through both sides, A and B, and compares their activations in the order of
-    computation. Each side is one of stock-vllm, aligned-vllm, stock-megatron, aligned-megatron and hf (Hugging Face
-    Transformers), or the directory of a recording, such as OUT/recordings/a of an earlier run.
+    computation.
+
+    \b
+    A and B are each one of:
+      stock-vllm        vLLM
+      aligned-vllm      vLLM with alignkit's patch
+      stock-megatron    Megatron-core
+      aligned-megatron  Megatron-core with alignkit's patch
+      hf                Hugging Face Transformers
+      DIR               the recording of an earlier run: OUT/recordings/a or b,
+                        where OUT is the --out of that run
 
     \b
     Settings of a side follow a colon, separated by commas:
-      tp=N               tensor-parallel size (vLLM, Megatron-core)
-      chunk=N            maximum number of tokens per step (vLLM)
-      batch_invariant=1  vLLM's batch-invariant mode (stock-vllm on a GPU)
+      tp=N               tensor-parallel size (vLLM, Megatron-core); default 1
+      chunk=N            most tokens per step (vLLM); default: all tokens
+      batch_invariant=1  vLLM's batch-invariant mode (stock-vllm on a GPU);
+                         default: off
       mode=MODE          micro-batches (Megatron-core, hf): padded (default),
                          one (one sequence each), or packed
                          (aligned-megatron only)
 
-    Engines run eagerly, without CUDA graphs. Writes bisect.json, report.html, the recordings and the engine logs to
-    --out.
+    vLLM runs eagerly, without torch.compile and CUDA graphs. Writes bisect.json, report.html, the recordings and the
+    engines' logs to --out.
 
-    Exit status: 0 if nothing differs, 1 if something differs, 3 if the comparison was refused, 4 if an engine failed
-    or is not deterministic.
+    The exit status is 0 if nothing differs, and 1 if an activation or logprob differs. `alignkit --help` lists the
+    other statuses; 4 includes an engine whose second run gives other bits.
 
     \b
     Examples:
@@ -311,7 +413,7 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
         reports.require_report_libraries()
     op, _, to = (swap or "").partition("=")
     if swap and to != "aligned":
-        raise InputError(f"swap: must have the form OP=aligned, got {swap!r}")
+        raise InputError(f"swap: must have the form OP=aligned, such as linear=aligned, got {swap!r:.80}")
     options = runs.Options(
         a,
         b,
@@ -350,23 +452,25 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
     "--explain",
     "op",
     metavar="OP",
-    help="Print the kernel that computes OP for the problem NAME=VALUE..., and why other kernels are skipped: not "
-    "applicable, or slower. Defaults: family=sm90 (Hopper GPUs) and its fastest backend. rows is the number of tokens "
-    "(M of a GEMM).",
+    help="Print the kernel that alignkit selects for OP with the sizes and dtypes NAME=VALUE, and for each other "
+    "kernel the reason against it. An unknown OP prints the list of ops. A missing NAME=VALUE prints the names that OP "
+    "requires. The name rows is the number of tokens (M of a GEMM). Two more names are family (default: sm90, Hopper "
+    "GPUs) and backend (default: the family's fastest). Requires no GPU.",
 )
 @click.option(
     "--recipe",
+    metavar="PATH",
     type=click.Path(exists=True, path_type=Path),
-    help="Check the settings of a verl, NeMo-RL or slime recipe (YAML file or shell script), or of all recipes in a "
-    "folder.",
+    help="Check if alignkit supports the settings of a recipe of verl, NeMo-RL or slime (YAML file or shell script), "
+    "or of all recipes in a folder.",
 )
 @click.argument("problem", nargs=-1, metavar="[NAME=VALUE]...")
 def doctor(op, recipe, problem) -> int:
     """Check the installation and test the kernels.
 
     Prints the versions, contract, kernels, backends and patches of this environment. Then compares the ops' results
-    with stored bits ("golden bits") and tests their batch invariance. With --explain or --recipe,
-    does what that option says instead.
+    with stored bits ("golden bits"), and tests that a row's bits do not depend on the other rows of a batch. --explain
+    and --recipe replace all of these checks.
 
     \b
     Examples:
@@ -374,9 +478,9 @@ def doctor(op, recipe, problem) -> int:
       alignkit doctor --explain linear rows=64 k=4096 n=6144 dtype=bf16
       alignkit doctor --recipe run_qwen3_8b_megatron.sh
 
-    An unknown OP prints the list of known ops. A missing NAME=VALUE prints the names that OP requires.
-
-    Exit status: 0 if all tests pass, 1 if any fail, 3 if the recipe has unsupported settings.
+    The exit status is 0 if all tests pass, and 1 if any fails. With --recipe it is 0 if all settings are supported,
+    otherwise 3. With --explain it is 0 if the kernel was printed, and 3 for an unknown OP or an invalid or missing
+    NAME=VALUE. `alignkit --help` lists the other statuses.
     """  # noqa: D301 - click reads the control character \b
     if recipe is not None:
         from .integrations import recipe as recipes
@@ -392,7 +496,7 @@ def doctor(op, recipe, problem) -> int:
             click.echo(line)
         return 0
     if problem:
-        raise click.UsageError("NAME=VALUE: requires --explain OP")
+        raise click.UsageError(f"NAME=VALUE: requires --explain OP, got {problem[0]!r:.80} without --explain")
     from . import doctor as doctors
 
     for line in doctors.facts():
@@ -407,11 +511,9 @@ def doctor(op, recipe, problem) -> int:
 @cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="MODEL [VLLM SERVE OPTIONS]...")
 def serve(arguments) -> None:
-    """Run `vllm serve` with alignkit's patch.
-
-    Accepts the options of `vllm serve`; `alignkit serve --help` lists them. Refuses unsupported options before the
-    server accepts connections.
-    """
+    """Run `vllm serve` with alignkit's patch."""
+    if any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in arguments):
+        click.echo(SERVE_HELP)
     from .config import require_variables
     from .vllm.serve import serve as serve_vllm
 
@@ -425,17 +527,24 @@ def serve(arguments) -> None:
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on. The default accepts connections from this machine only; other addresses expose the "
-    "page to the network.",
+    metavar="ADDRESS",
+    help="Address to listen on. The default accepts connections from this machine only. Another address makes the page "
+    "readable for everyone who can reach it.",
 )
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="Port; 0 picks a free one."
+    "--port",
+    metavar="N",
+    type=click.IntRange(0, 65535),
+    default=8765,
+    show_default=True,
+    help="Port to listen on; 0 selects a free port.",
 )
 def watch(directory, host, port) -> int:
-    """Show the files of a drift monitor in a browser.
+    """Show the drift of a training run in a browser, live.
 
-    Serves a live page with the drift of each step, a table of ranks, and the worst tokens. DIR is the directory given
-    to alignkit.drift.Monitor.
+    DIR is the directory that the training loop passed to `alignkit.drift.Monitor`. Prints the URL of a page with the
+    drift of each step, a table of ranks, and the tokens with the largest differences. Runs until Ctrl-C (exit status
+    130). Requires pip install 'alignkit[watch]'.
     """
     from .check.terminal import interrupted_by_sigterm
     from .watch.server import serve as serve_page
@@ -489,7 +598,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _failed(e: Exception, with_traceback: bool) -> int:
-    """Print the error and return the exit status."""
+    """Print an error and return its exit status."""
     if with_traceback:
         traceback.print_exception(e)
     expected = isinstance(e, (AlignkitError, OSError))

@@ -1,8 +1,8 @@
 """Environment variables that alignkit reads: name, accepted values, default and meaning.
 
 All are read through one object: ``config.strict`` is the current value of ``ALIGNKIT_STRICT``. This module caches
-nothing; a variable's `when` says if its value is cached elsewhere. docs/configuration.md lists the same table,
-which tests/test_config.py compares.
+nothing; a variable's `when` says if its value is cached elsewhere. No variable changes the bits of an op.
+docs/configuration.md lists the same table, and tests/test_config.py compares both.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .errors import AlignkitError, BackendError, InputError
 T = TypeVar("T")
 YES = ("1", "on", "true", "yes")
 NO = ("0", "false", "no", "off")
+"""Accepted words of boolean variables, in any case."""
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,16 @@ def check_weights(arch: Architecture, weights: Mapping[str, torch.Tensor]) -> No
     names = set()
     for name, shape in ((n, s) for _, shapes, _ in arch.weights() for n, s in shapes.items()):
         if name not in weights:
-            raise InputError(f"model: the checkpoint has no tensor {name!r}")
+            raise InputError(
+                f"model: the checkpoint has no tensor {name!r}, which config.json requires ({arch.family})"
+            )
         _check_tensor(weights, name, shape)
         names.add(name)
     unknown = sorted(name for name in weights if name not in names and not _is_ignored(arch, name))
     if unknown:
         raise UnsupportedError(
-            f"model: the checkpoint has {len(unknown)} tensors that {arch.family} does not have, first {unknown[0]!r}"
+            f"model: the checkpoint must have only the tensors of {arch.family} with this config.json, got "
+            f"{len(unknown)} others, first {unknown[0]!r}"
         )
     if arch.tied and "lm_head.weight" in weights:
         head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
@@ -72,8 +75,8 @@ def check_weights(arch: Architecture, weights: Mapping[str, torch.Tensor]) -> No
             head.contiguous().view(torch.uint8), embedding.contiguous().view(torch.uint8)
         ):
             raise InputError(
-                "tie_word_embeddings: true, but the checkpoint's lm_head.weight differs from the embedding. "
-                "Set tie_word_embeddings to false in config.json if the model has a separate head"
+                "tie_word_embeddings: must be false in config.json, because the checkpoint's lm_head.weight differs "
+                "from its model.embed_tokens.weight, got true"
             )
 
 
@@ -85,9 +88,9 @@ def _check_tensor(weights: Mapping[str, torch.Tensor], name: str, shape: tuple[i
         dtype, found = weights[name].dtype, tuple(weights[name].shape)
         floating = dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     if found != shape:
-        raise InputError(f"model: {name}: expected shape {shape}, got {found}")
+        raise InputError(f"model: {name}: must have shape {shape}, computed from config.json, got {found}")
     if not floating:
-        raise UnsupportedError(f"model: {name}: expected a floating-point type, got {dtype}")
+        raise UnsupportedError(f"model: {name}: must be fp64, fp32, fp16 or bf16, got {dtype}")
 
 
 def to_megatron(
@@ -203,7 +206,7 @@ def to_hf(
             known.setdefault(_rank_name(name, expert % (arch.experts // ep_size), grouped), []).append(whole)
     for name in names:
         if name not in known:
-            raise UnsupportedError(f"model: {name!r} is not a weight of {arch.family}")
+            raise UnsupportedError(f"names: must be Megatron's names of {arch.family} weights, got {name!r}")
         parts = shards(name)
         each = len(parts) // len(known[name])
         for i, (weight, hf) in enumerate(known[name]):
@@ -213,7 +216,7 @@ def to_hf(
 def check_ep(arch: Architecture, ep_size: int) -> None:
     """Raise UnsupportedError unless `ep_size` expert-parallel ranks divide the number of experts."""
     if ep_size < 1 or (ep_size > 1 and (not arch.experts or arch.experts % ep_size)):
-        requirement = f"must divide experts = {arch.experts}" if arch.experts else "must be 1 without experts"
+        requirement = f"must divide the {arch.experts} experts" if arch.experts else "must be 1 for a dense model"
         raise UnsupportedError(f"ep: {requirement}, got {ep_size}")
 
 

@@ -1,6 +1,8 @@
 """`alignkit doctor`: facts about this installation, and a self-test of the ops.
 
-The lines are for people; tests/cli/test_doctor.py reads some of them.
+`alignkit.cli` prints the lines; `explain` and `integrations.recipe` implement `--explain` and `--recipe`. The lines are
+for people and may change with the tests that read them: tests/cli/test_doctor.py, tests/test_built.py and
+tests/test_sm90_build.py. A new op needs its name in `OPS` and a call in the self-test.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ ENGINES = {
 }
 """Adapter -> (module of the engine, function that patches it)."""
 PLUGIN_GROUP = "vllm.general_plugins"
+"""Entry point group of vLLM's plugins, as in pyproject.toml."""
 _ROWS, _WIDTH, _VOCAB, _EXPERTS, _TP = 23, 256, 300, 8, 2
+"""Sizes of the self-test's inputs. They may change: no stored result depends on them."""
 
 
 def facts() -> Iterator[str]:

@@ -1,8 +1,8 @@
 """`alignkit doctor --explain`: the kernel that computes a problem, and the reasons against the others.
 
 The answer comes from `runtime.dispatch`, as for a call, but the problem is described in words instead of by tensors.
-This requires neither a GPU nor the device family's library. The names in NAME=VALUE are documented by the command's
-error for a missing name. A new field of an op's problem.py needs its word here.
+This requires neither a GPU nor the device family's library. `DESCRIBED` lists the ops; a new field of an op's
+problem.py needs its name here. docs/architecture.md shows the output, and tests/cli/test_doctor_explain.py reads it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Words:
 
     def reject_unused(self, op: str) -> None:
         for name in self._given:
-            raise InputError(f"{name}: unknown name; {op} takes {', '.join(self.used) or 'none'}")
+            raise InputError(f"{name}: must be one of the names that {op} takes ({', '.join(self.used)})")
 
 
 def _dense(dtype: torch.dtype, *shape: int, aligned: bool = True) -> Operand:
@@ -209,7 +209,7 @@ def explain(op: str, words: Sequence[str]) -> Iterator[str]:
     """
     parts = [name for name, folder in dispatch.OPS.items() if folder == dispatch.OPS.get(op, op) and name in DESCRIBED]
     if op not in dispatch.OPS and parts:
-        raise InputError(f"op: {op!r} consists of {', '.join(parts)}; explain one of them")
+        raise InputError(f"op: must be one of the parts of {op} ({', '.join(parts)}), got {op!r}")
     given = Words(words)
     family = families.BY_NAME[given.one_of("family", tuple(families.BY_NAME), families.SM90.name)]
     backend = given.one_of("backend", family.backends, family.backends[0])
@@ -247,7 +247,7 @@ def _described(op: str, backend: str, given: Words) -> Any:
         if not given.missing:
             raise
     except RuntimeError as e:  # torch rejects the shape
-        raise InputError(f"{op}: a problem of this size is not possible: {str(e).splitlines()[0]}") from None
+        raise InputError(f"{op}: the sizes must be those of a possible tensor: {str(e).splitlines()[0]}") from None
     else:
         if not given.missing:
             return problem

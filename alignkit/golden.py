@@ -249,7 +249,8 @@ def load(family: Family) -> dict[str, list[str]]:
     stored = json.loads(path(family).read_text())
     if stored["contract"] != family.contract_id:
         raise BackendError(
-            f"{path(family).name}: must hold the bits of {family.contract_id}, got those of {stored['contract']}"
+            f"{path(family)}: contract must be {family.contract_id}, got {stored['contract']}. Reinstall alignkit, "
+            f"or run `python -m alignkit.golden {family.device_type}` after a change of the contract"
         )
     return stored["sha256"]
 
@@ -272,14 +273,14 @@ def difference(device: torch.device, backend: str) -> str | None:
         if backend == families.REFERENCE and CASES[case][0] in (large_head, long_attention):
             continue  # takes minutes; head and attention cover the same arithmetic
         if case not in stored:
-            return f"{case}: no golden hashes are stored"
+            return f"{case}: hashes must be stored in {path(family).name}, got none"
         try:
             computed = hashes(case, device)
         except Exception as e:  # e.g. a compiler failure
             return f"{case}: {type(e).__name__}: {e}"
         wrong = [i for i, (a, b) in enumerate(zip(computed, stored[case], strict=True)) if a != b]
         if wrong:
-            return f"{case}: tensor {wrong[0]} of {len(computed)} has different bits"
+            return f"{case}: tensor {wrong[0] + 1} of {len(computed)} differs from its golden hash"
     return None
 
 
@@ -298,7 +299,10 @@ def write(device: torch.device | str) -> None:
     if before["contract"] == family.contract_id:
         for case, stored in before["sha256"].items():
             if computed[case] != stored:
-                raise BackendError(f"{case}: bits differ from the stored ones under the same {family.contract_id}")
+                raise BackendError(
+                    f"{case}: hashes must equal those in {path(family).name} under {family.contract_id}, but differ. "
+                    "Restore the bits, or change the contract id first"
+                )
     path(family).write_text(json.dumps({"contract": family.contract_id, "sha256": computed}, indent=1) + "\n")
 
 

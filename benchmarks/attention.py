@@ -324,9 +324,18 @@ def measure(case: Case, pass_name: str, impls: list[str], watch: Stopwatch, seco
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "attention.json", seconds=0.1, resume=True)
-    parser.add_argument("--only", nargs="+", choices=PEER, default=list(PEER), metavar="PASS", help=", ".join(PEER))
-    parser.add_argument("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
-    parser.add_argument("--quick", action="store_true", help="fewer cases of each pass")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PEER,
+        default=list(PEER),
+        metavar="PASS",
+        help=f"passes to measure, of {', '.join(PEER)}; default: all",
+    )
+    parser.add_argument(
+        "--impls", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to measure; default: all"
+    )
+    parser.add_argument("--quick", action="store_true", help="measure fewer cases of each pass")
     options = parser.parse_args(arguments)
 
     started, device = time.monotonic(), torch.device("cuda")
@@ -340,12 +349,15 @@ def main(arguments: list[str] | None = None) -> int:
             if tuple({"impl": "alignkit", "pass": pass_name, **asdict(case)}[k] for k in KEY) in measured:
                 continue
             if time_is_up(options, started):
-                print(f"out of time: {pass_name}, {case}")
+                print(f"not measured, --minutes have passed: {pass_name}, {case}")
                 continue
             found = measure(case, pass_name, options.impls, watch, options.seconds)
             torch.cuda.empty_cache()
             rows += found
-            summary = (f"{r['impl']} {r['us']:.1f} us" + (f" {r['x']:.2f}" if r["x"] else "") for r in found)
+            summary = (
+                f"{r['impl']} {r['us']:.1f} us" + (f" ({r['x']:.2f} of {PEER[pass_name]})" if r["x"] else "")
+                for r in found
+            )
             print(f"{pass_name}, {case}: {'; '.join(summary)}", flush=True)
             write(options.json, merge(old, name, info, rows, KEY))
         ratios = [r["x"] for r in rows if r["pass"] == pass_name and r["impl"] == "alignkit" and r["x"]]

@@ -1,17 +1,19 @@
-"""Alternative schedules of attention against the current one and FlashAttention 3, in bytes and in interleaved times.
+"""Comparison of attention schedules with the current one: bytes, and times relative to FlashAttention 3.
 
-Decode, also with the kernels of other checkouts and with other launch options (arguments of `decode` as JSON):
+No Makefile target runs this tool, and it writes no file. It measures decode, or with --builds the forward pass.
+
+Decode, with the kernels of other checkouts and with other launch options (arguments of `decode` as JSON):
 
 python benchmarks/attention_schedules.py --checkouts CHECKOUT ...
   --choices '{"num_warps": 2}' '{"num_warps": 8, "num_stages": 3}' [--cases 1x1024 16x8192] [--heads 32/8 28/4]
 
-The forward pass, with Triton and with builds of csrc/sm90/attention/forward.cu, each a shared library compiled with
-setup.py's options (nvcc ... -shared -cudart static -o a.so forward.cu):
+The forward pass, with Triton and with builds of csrc/sm90/attention/forward.cu. A build is a shared library, compiled
+with setup.py's options (nvcc ... -shared -cudart static -o a.so forward.cu):
 
 python benchmarks/attention_schedules.py --builds a.so b.so
 
 The output has a line per case: microseconds, and in parentheses the ratio to FlashAttention 3. Geometric means follow.
-The exit status is 1 if a byte differs. No file is written.
+The candidates run in turn. The exit status is 1 if a byte differs.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def forward_of_build(path: Path) -> Callable:
     def call(function: str, device: torch.device, arguments) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
         if error := getattr(library, function)(arguments, stream):
-            raise RuntimeError(f"{path}: {function}: CUDA error {error}")
+            raise RuntimeError(f"{path}: {function}: failed with cudaError_t {error}")
 
     def forward(*inputs):
         with mock.patch.object(cuda.cuda, "call", call):
@@ -130,7 +132,11 @@ def times(p: Decode | Packed, candidates: Candidates, watch: Stopwatch, seconds:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.split("[x/]", text)))
+    """Parse sizes such as ``16x8192`` or ``32/8``."""
+    try:
+        return tuple(map(int, re.split("[x/]", text)))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be two numbers, such as 16x8192 or 32/8, got {text!r}") from None
 
 
 def selected_cases(options: argparse.Namespace) -> list[Case]:
@@ -145,17 +151,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--checkouts", nargs="+", type=Path, default=[], help="other checkouts, named after their folders"
     )
-    parser.add_argument("--choices", nargs="+", type=json.loads, default=[], help="launch options of decode, as JSON")
-    parser.add_argument("--builds", nargs="+", type=Path, default=[], help="libraries of the forward kernel")
-    parser.add_argument("--cases", nargs="+", type=numbers, help="requests x context, or sequences x length")
-    parser.add_argument("--heads", nargs="+", type=numbers, default=[(32, 8)], help="query heads/KV heads")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--seconds", type=float, default=0.02, help="duration of each measurement")
+    parser.add_argument(
+        "--choices", nargs="+", type=json.loads, default=[], help="launch options of decode, as JSON objects"
+    )
+    parser.add_argument("--builds", nargs="+", type=Path, default=[], help="shared libraries of the forward kernel")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        type=numbers,
+        help="requests x context, or with --builds sequences x length, such as 16x8192",
+    )
+    parser.add_argument(
+        "--heads", nargs="+", type=numbers, default=[(32, 8)], help="query heads/KV heads, such as 32/8"
+    )
+    parser.add_argument("--head-dim", type=int, default=128, help="head dimension")
+    parser.add_argument("--seconds", type=float, default=0.02, help="duration of each measurement, in seconds")
     options = parser.parse_args(arguments)
     if options.builds and (options.checkouts or options.choices):
-        parser.error(
-            "--builds: measures the forward pass; --checkouts and --choices measure decode, so they cannot be combined"
-        )
+        other = "--checkouts" if options.checkouts else "--choices"
+        parser.error(f"--builds: cannot be combined with {other}, which measures decode; --builds measures the forward")
 
     watch, status = Stopwatch(torch.device("cuda")), 0
     builds = {path.stem: forward_of_build(path) for path in options.builds}

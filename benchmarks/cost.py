@@ -286,7 +286,7 @@ class Bench:
         ]
         for row in (row for row in profiled if row["engine"] in new):
             print(
-                f"{what}, {row['case']}, {row['engine']}: {row['gpu_ms']:.2f} ms of {row['wall_ms']:.2f} ms; "
+                f"{what}, {row['case']}, {row['engine']}: kernels {row['gpu_ms']:.2f} ms of {row['wall_ms']:.2f} ms; "
                 + ", ".join(f"{k} {v:.2f}" for k, v in row["families"].items())
             )
             for kernel in row["kernels"][:8]:
@@ -301,8 +301,11 @@ class Bench:
 
 
 def _shape(text: str) -> tuple[int, int]:
-    b, s = text.split("x")
-    return int(b), int(s)
+    try:
+        b, s = text.split("x")
+        return int(b), int(s)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be SEQUENCESxTOKENS, such as 4x2048, got {text!r}") from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -313,16 +316,18 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         choices=PARTS,
         default=list(PARTS),
-        help="profile, with rollout or training, profiles that part; alone, it profiles both without timing them",
+        help="parts to run; default: all. profile also profiles the other parts that are named; profile alone profiles "
+        "both without timing them",
     )
     parser.add_argument(
         "--engines",
         nargs="+",
         choices=dict.fromkeys(ROLLOUT_ENGINES + TRAINING_ENGINES),
         default=list(dict.fromkeys(ROLLOUT_ENGINES + TRAINING_ENGINES)),
+        help="engines to measure; default: all",
     )
     parser.add_argument("--size", choices=SIZES, default="large", help="model size")
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[64, 256], help="concurrent requests")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[64, 256], help="numbers of concurrent requests")
     parser.add_argument("--longest", type=int, default=1500, help="longest prompt, in tokens")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to sample per prompt")
     parser.add_argument(
@@ -330,7 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         type=_shape,
         default=[(4, 2048), (8, 1024), (2, 4096)],
-        help="training micro-batches, such as 4x2048",
+        help="training micro-batches, sequences x tokens, such as 4x2048",
     )
     parser.add_argument(
         "--repeats", type=int, default=5, help="repeats of each measurement, of which the median is used"
@@ -339,7 +344,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--turns",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="run rollout engines concurrently, repeats interleaved (default, except for qwen3-8b and qwen3-30b-a3b)",
+        help="run rollout engines concurrently, with interleaved repeats; default: yes, except for the sizes of "
+        "qwen3-8b and qwen3-30b-a3b",
     )
     parser.add_argument(
         "--eager",
@@ -366,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
         if "training" in parts:
             bench.training(model)
     for name in bench.failures:
-        print(f"failed: {name}")
+        print(f"failed: {name}; log in {options.out / 'logs'}")
     print(f"{time.monotonic() - started:.0f} s; {options.json}")
     return 2 if bench.failures else 0
 

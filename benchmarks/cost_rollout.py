@@ -135,11 +135,18 @@ def run(job: dict) -> None:
         seconds = time.perf_counter() - began
         count = sum(len(o.outputs[0].logprobs) for o in outputs)
         if count != len(prompts) * max_tokens:
-            raise RuntimeError(f"logprobs: expected {len(prompts) * max_tokens}, got {count}")
+            raise RuntimeError(
+                f"logprobs: must be {len(prompts) * max_tokens}, one per prompt and sampled token, got {count}"
+            )
         for o, length in zip(outputs, case["lengths"], strict=True):
             cached = o.num_cached_tokens or 0
-            if cached < length - LARGEST_BLOCK if case.get("cached") else cached > 0:
-                raise RuntimeError(f"prefix cache: unexpected hit of {cached} of {length} prompt tokens")
+            if case.get("cached") and cached < length - LARGEST_BLOCK:
+                raise RuntimeError(
+                    f"prefix cache: must hold at least {length - LARGEST_BLOCK} of {length} tokens of a repeated "
+                    f"prompt, got {cached}"
+                )
+            if not case.get("cached") and cached > 0:
+                raise RuntimeError(f"prefix cache: must hold no token of a new prompt, got {cached} of {length}")
         return seconds
 
     for i, case in enumerate(job["warm_up"] or job["cases"]):

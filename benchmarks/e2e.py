@@ -228,12 +228,12 @@ class Comparisons(Terminal):
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 0 if all patched rows are bit-equal, 1 if one is not, 2 if an engine failed."""
     parser = options_parser(__doc__, H200 / "e2e.json")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to run; default: all")
     parser.add_argument(
         "--parts",
         nargs="+",
         choices=PARTS,
-        help="groups of pairs; default: all, stock for the first model and the MoE model",
+        help="groups of pairs; default: all, but stock only for the first model and the MoE model",
     )
     parser.add_argument("--rollouts", nargs="+", help="rollouts to run, as named in the result file; default: all")
     parser.add_argument("--trainings", nargs="+", help="trainings to run, as named in the result file; default: all")
@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"tokens of the longest prompt; default: {DEFAULT.longest}; {LONG}: {WORKLOADS[LONG].longest}",
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to sample per prompt")
-    parser.add_argument("--per-gpu", type=int, help="engines that share a GPU; default: 2 if they fit")
+    parser.add_argument("--per-gpu", type=int, help="engines that share a GPU; default: 2 if both fit")
     parser.add_argument("--timeout", type=float, default=300.0, help="time limit of an engine, in seconds")
     parser.add_argument("--out", type=Path, default=Path("check-results/e2e"), help="folder for logprob files and logs")
     options = parser.parse_args(arguments)
@@ -341,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
     for problem in comparisons.problems:
         screen.print(f"different: {problem}", soft_wrap=True, markup=False)
     for name in failures:
-        screen.print(f"failed: {name}", soft_wrap=True, markup=False)
+        screen.print(f"failed: {name}; log in {out / 'logs'}", soft_wrap=True, markup=False)
     screen.print(f"{info['seconds']['all']} s; {options.json}", soft_wrap=True)
     return 2 if failures else int(bool(comparisons.problems))
 

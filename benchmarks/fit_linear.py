@@ -110,7 +110,7 @@ def chosen(row: dict) -> tuple[float, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="+", type=Path, help="result files of matmul.py --candidates")
     options = parser.parse_args(arguments)
     rows = [row for path in options.files for row in json.loads(path.read_text())["rows"]]
     rows = [r for r in rows if r["leaves"] > 1 and r["pass"] == "forward" and r["ways"]]

@@ -149,7 +149,7 @@ def measure(case: Case, watch: Stopwatch, seconds: float, speed: float) -> dict:
         theirs()
         runs.append(theirs)
     except Exception as e:  # a peer may raise anything
-        print(f"flash-linear-attention failed: {error_text(e)}", flush=True)
+        print(f"flash-linear-attention failed, {case.key()}: {error_text(e)}", flush=True)
     ms, *fla = watch.medians(runs, seconds)
     return case.key() | {
         "ms": ms,
@@ -168,7 +168,7 @@ def summary(rows: list[dict]) -> dict:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "gdn_bwd_dhu.json", seconds=0.2, resume=True)
-    parser.add_argument("--heads", nargs="+", type=int, default=[16, 32, 64])
+    parser.add_argument("--heads", nargs="+", type=int, default=[16, 32, 64], help="numbers of heads")
     parser.add_argument(
         "--compile", nargs=3, help=argparse.SUPPRESS
     )  # heads, mode, sequences of one call of the peer's kernel

@@ -263,7 +263,9 @@ def missing(contents: dict) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "gpu_test.json")
     installed = [s for s in SUITES if s not in NEED_PACKAGES or importlib.util.find_spec(NEED_PACKAGES[s])]
-    parser.add_argument("--suites", nargs="+", choices=SUITES, default=installed)
+    parser.add_argument(
+        "--suites", nargs="+", choices=SUITES, default=installed, help="default: all with installed packages"
+    )
     parser.add_argument("--at-once", type=int, default=10, help="concurrent test files of the suite ops")
     parser.add_argument("--minutes", type=float, default=math.inf, help="time limit, after which all tests are stopped")
     options, rest = parser.parse_known_args(arguments)
@@ -292,7 +294,10 @@ def main(arguments: list[str] | None = None) -> int:
         pool.shutdown()
         for row in rows:
             print_row(row)
-        print(f"commit {info['commit']}; {len(info['gpus'])} GPUs; not run: {', '.join(missing(contents)) or 'none'}")
+        print(
+            f"commit {info['commit']}; {len(info['gpus'])} GPUs; "
+            f"suites not run: {', '.join(missing(contents)) or 'none'}"
+        )
     bad = [row for row in rows if row["exit_status"] or not row["passed"] or row["could_have_run"] or row["cut"]]
     return int(bool(bad) or len(rows) < len(set(options.suites)))
 
@@ -308,7 +313,7 @@ def print_row(row: dict) -> None:
     for reason, count in row["skips"].items():
         print(f"{'':<10} {count} skipped: {reason}")
     for test in row["could_have_run"]:
-        print(f"{'':<10} could have run: {test}")
+        print(f"{'':<10} skipped although the GPUs suffice: {test}")
     for file in row["cut"]:
         print(f"{'':<10} not completed: {file}")
 

@@ -433,7 +433,7 @@ class Bench:
             problem = Problem(size, self.device) if mine else None
             for name, pass_name in mine:
                 if time_is_up(self.options, began):
-                    print(f"out of time: {len(self.rows)} of {count} rows", flush=True)
+                    print(f"--minutes have passed: {len(self.rows)} of {count} rows measured", flush=True)
                     return
                 self.measure(problem, name, pass_name)
             del problem
@@ -448,10 +448,16 @@ def _warm(device: torch.device) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 1 if one of alignkit's implementations failed."""
     parser = options_parser(__doc__, H200 / "linear_logp.json", seconds=0.5, resume=True)
-    parser.add_argument("--shapes", nargs="+", type=shape, help="n, d, v, such as 4096x2048x151936")
-    parser.add_argument("--sweep", action="store_true", help="sweep n, d, v and shards of v as well; may take an hour")
-    parser.add_argument("--impl", nargs="+", choices=IMPLS, default=list(IMPLS))
-    parser.add_argument("--passes", nargs="+", choices=PASSES, help="default: all; with --shapes, all but decode")
+    parser.add_argument(
+        "--shapes", nargs="+", type=shape, help="rows n, hidden size d, vocabulary v, such as 4096x2048x151936"
+    )
+    parser.add_argument("--sweep", action="store_true", help="also sweep n, d, v and shards of v; may take an hour")
+    parser.add_argument(
+        "--impl", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to measure; default: all"
+    )
+    parser.add_argument(
+        "--passes", nargs="+", choices=PASSES, help="passes to measure; default: all, with --shapes all but decode"
+    )
     options = parser.parse_args(arguments)
     if options.shapes and options.sweep:
         parser.error("--sweep: cannot be combined with --shapes")

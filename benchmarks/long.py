@@ -27,6 +27,7 @@ row's ``run`` to its environment and the engines' startup times. The fields of a
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -147,13 +148,18 @@ def line(row: dict) -> str:
 
 
 def _cell(text: str) -> Cell:
-    return Cell(*map(int, text.split("x")))
+    try:
+        return Cell(*map(int, text.split("x")))
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"must be REQUESTSxPROMPTxTOKENS, such as 8x30000x65, got {text!r}") from None
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 2 if an engine failed, else 0."""
-    parser = options_parser(__doc__, None, json="result file; default: long.json, or moe.json for a MoE model")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser = options_parser(__doc__, None, json="result file; default: long.json, or moe.json for an MoE model")
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines to measure; default: all"
+    )
     parser.add_argument("--size", choices=SIZES, default="qwen3-8b", help="model size")
     parser.add_argument(
         "--tp", nargs="+", type=int, help="tensor-parallel sizes; default: 1, and 2 if there are two GPUs"
@@ -164,11 +170,9 @@ def main(arguments: list[str] | None = None) -> int:
         type=_cell,
         help="requests, prompt tokens, tokens to sample per prompt, such as 8x30000x65",
     )
+    parser.add_argument("--repeats", type=int, default=3, help="smallest number of repeats; the median counts")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="smallest number of repeats, of which the median is used"
-    )
-    parser.add_argument(
-        "--side-by-side", type=int, choices=(1, 2), help="concurrent engines on a GPU; default: two if they fit"
+        "--side-by-side", type=int, choices=(1, 2), help="concurrent engines on a GPU; default: 2 if both fit"
     )
     parser.add_argument(
         "--eager",
@@ -214,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
                     print(f"{result['engine']}: startup took {result['start_seconds']} s", *map(line, mine), sep="\n")
                 sys.stdout.flush()
     for name in bench.failures:
-        print(f"failed: {name}")
+        print(f"failed: {name}; log in {options.out / 'logs'}")
     print(f"{time.monotonic() - started:.0f} s; {path}")
     return 2 if bench.failures else 0
 

@@ -367,11 +367,15 @@ def run_candidates(options, cells: list[Cell], started: float, device: torch.dev
         rows.append(measure_algorithms(Problem(case, m, device), pass_name, watch, options.seconds))
         row, last = rows[-1], i + 1 == len(cells)
         if row["wrong"]:
-            print(f"DIFFERENT BITS: {case.name}, {m} rows, {pass_name}: {', '.join(row['wrong'])}", flush=True)
+            print(
+                f"DIFFERENT BITS from the chosen algorithm: {case.name}, {m} rows, {pass_name}: "
+                + ", ".join(row["wrong"]),
+                flush=True,
+            )
         if last or time.monotonic() - reported > 5:
             reported = time.monotonic()
             write(options.candidates, {"info": info, "rows": rows})
-            print(f"{i + 1} of {len(cells)}, {reported - started:.0f} s", flush=True)
+            print(f"{i + 1} of {len(cells)} GEMMs, {reported - started:.0f} s", flush=True)
     write(options.candidates, {"info": info, "rows": rows})
     groups: dict[str, list[dict]] = {}
     for row in rows:
@@ -440,11 +444,11 @@ def run_random(options, cells: list[Cell], started: float, device: torch.device)
         done += 1
         if time.monotonic() - reported > 5:
             reported = time.monotonic()
-            print(f"{done} of {len(cells)}, {reported - started:.0f} s", flush=True)
+            print(f"{done} of {len(cells)} GEMMs, {reported - started:.0f} s", flush=True)
     rows = [row | {"draw": options.draw} for row in rows]
     write(options.json, merge(old, name, info, rows, KEY))
     ours = [row for row in rows if row["impl"] == "alignkit" and row["x"] is not None]
-    print(spread.tables(ours) if ours else "no ratios")
+    print(spread.tables(ours) if ours else "no ratios: no GEMM was timed with both cublas and alignkit")
     print(f"{done} of {len(cells)} GEMMs, {time.monotonic() - started:.0f} s; {options.json}")
     return 0
 
@@ -458,15 +462,22 @@ def _read(path: Path) -> dict:
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "matmul.json", seconds=0.1, resume=True)
     parser.add_argument("--cases", nargs="+", help="prefixes of case names; default: all")
-    parser.add_argument("--impl", nargs="+", choices=IMPLS, default=list(IMPLS))
-    parser.add_argument("--starved", action="store_true", help="measure cublas without a workspace as well")
+    parser.add_argument(
+        "--impl", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to measure; default: all"
+    )
+    parser.add_argument("--starved", action="store_true", help="also measure cublas without a workspace")
     parser.add_argument("--draw", type=int, metavar="SEED", help="measure random GEMMs with cublas and alignkit")
     parser.add_argument("--cells", type=int, default=RANDOM_CELLS, help="number of random GEMMs")
-    parser.add_argument("--trees", action="store_true", help="random k-trees alone")
-    parser.add_argument("--candidates", type=Path, metavar="FILE", help="time all algorithms for each random GEMM")
+    parser.add_argument("--trees", action="store_true", help="draw k-trees only; needs --draw")
+    parser.add_argument(
+        "--candidates",
+        type=Path,
+        metavar="FILE",
+        help="time all algorithms for each random GEMM, and write them to FILE; needs --draw",
+    )
     options = parser.parse_args(arguments)
     if (options.candidates or options.trees) and options.draw is None:
-        parser.error("--candidates and --trees: require --draw")
+        parser.error(f"{'--candidates' if options.candidates else '--trees'}: requires --draw SEED")
 
     started, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)

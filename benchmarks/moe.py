@@ -216,9 +216,11 @@ def measure(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "moe.json", seconds=0.1, resume=True)
-    parser.add_argument("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
-    parser.add_argument("--passes", nargs="+", choices=PEER, default=list(PEER))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[*DECODE, *MANY])
+    parser.add_argument(
+        "--impls", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to measure; default: all"
+    )
+    parser.add_argument("--passes", nargs="+", choices=PEER, default=list(PEER), help="passes to measure; default: all")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[*DECODE, *MANY], help="numbers of tokens")
     options = parser.parse_args(arguments)
 
     started, device = time.monotonic(), torch.device("cuda")

@@ -190,7 +190,7 @@ def measure(case: Case, pass_name: str, impls: list[str], watch: Stopwatch, seco
             watch.synchronize()
             runs[name] = run
         except Exception as e:  # a peer may raise anything
-            print(f"{name} failed, {case}: {error_text(e)}", flush=True)
+            print(f"{name} failed, {case}, {pass_name}: {error_text(e)}", flush=True)
     us = {name: 1e3 * ms for name, ms in zip(runs, watch.medians(list(runs.values()), seconds), strict=True)}
     print(f"{case}, {pass_name}: " + ", ".join(f"{name} {time:.1f} us" for name, time in us.items()), flush=True)
     peer = us.get(PEER)
@@ -202,8 +202,12 @@ def measure(case: Case, pass_name: str, impls: list[str], watch: Stopwatch, seco
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "qk_norm_rope.json", seconds=0.1)
-    parser.add_argument("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument(
+        "--impls", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to measure; default: all"
+    )
+    parser.add_argument(
+        "--passes", nargs="+", choices=PASSES, default=list(PASSES), help="passes to measure; default: all"
+    )
     options = parser.parse_args(arguments)
 
     started, device = time.monotonic(), torch.device("cuda")
@@ -213,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict] = []
     for case, pass_name in [(case, name) for name in options.passes for case in cases(name)]:
         if time_is_up(options, started):
-            print(f"out of time: {case}, {pass_name}")
+            print(f"not measured, --minutes have passed: {case}, {pass_name}")
             continue
         rows += measure(case, pass_name, options.impls, watch, options.seconds)
         write(options.json, merge(old, run, info, rows, KEY))

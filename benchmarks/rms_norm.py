@@ -199,9 +199,13 @@ def measure(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "rms_norm.json", seconds=0.1)
-    parser.add_argument("--widths", action="store_true", help="row lengths from 2048 to 8192 in steps of 512")
-    parser.add_argument("--impls", nargs="+", choices=IMPLS, help="default: all; with --widths alignkit and copy")
-    parser.add_argument("--passes", nargs="+", choices=MOVED, default=list(MOVED))
+    parser.add_argument("--widths", action="store_true", help="measure row lengths from 2048 to 8192 in steps of 512")
+    parser.add_argument(
+        "--impls", nargs="+", choices=IMPLS, help="implementations; default: all, with --widths alignkit and copy"
+    )
+    parser.add_argument(
+        "--passes", nargs="+", choices=MOVED, default=list(MOVED), help="passes to measure; default: all"
+    )
     options = parser.parse_args(arguments)
     impls = options.impls or (["alignkit", "copy"] if options.widths else [i for i in IMPLS if i != "copy"])
 
@@ -220,11 +224,13 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict] = []
     for case in widths() if options.widths else cases():
         if time_is_up(options, started):
-            print(f"out of time: {case}")
+            print(f"not measured, --minutes have passed: {case}")
             continue
         rows += measure(case, impls, options.passes, watch, options.seconds, speed)
         write(options.json, merge(old, name, info, rows, KEY))
-    print(f"{len(rows)} rows, a copy {speed / 1e12:.2f} TB/s, {time.monotonic() - started:.0f} s; {options.json}")
+    print(
+        f"{len(rows)} rows, a copy runs at {speed / 1e12:.2f} TB/s, {time.monotonic() - started:.0f} s; {options.json}"
+    )
     return 0
 
 

@@ -209,7 +209,8 @@ class Job:
             print("\n".join(line for line in found if "Host Frame" not in line or ".py:" in line))
         seconds = round(time.monotonic() - started, 1)
         print(
-            f"{self}: {'clean' if clean else 'NOT clean'}, {line or 'no summary'}, exit status {status}; {seconds} s",
+            f"{self}: {'clean' if clean else 'NOT clean'}, {line or 'no summary'}, "
+            f"{'timed out' if status is None else f'exit status {status}'}; {seconds} s; {log}",
             flush=True,
         )
         return {
@@ -247,7 +248,7 @@ def not_clean(rows: list[dict], requested: list[Job]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "sanitize.json")
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: all")
     parser.add_argument("--examples", type=int, default=1, help="random examples per test")
     parser.add_argument("--timeout", type=float, default=600.0, help="time limit of a part, in seconds")
     parser.add_argument("--minutes", type=float, default=math.inf, help="time limit, after which all parts are stopped")
@@ -255,14 +256,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=6, help="concurrent processes per GPU")
     parser.add_argument("--parts", type=int, default=4, help="parts per test file")
     parser.add_argument("--out", type=Path, default=Path("check-results/sanitize"), help="folder for logs")
-    parser.add_argument("tests", nargs="*", default=TESTS)
+    parser.add_argument("tests", nargs="*", default=TESTS, help="test files; default: those of the ops")
     options = parser.parse_args(arguments)
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer: not found on the PATH. It is part of the CUDA toolkit.", file=sys.stderr)
         return 2
     devices = gpus()
     if not devices:
-        print("no GPU found", file=sys.stderr)
+        print("no GPU found: torch sees none. Check nvidia-smi and CUDA_VISIBLE_DEVICES.", file=sys.stderr)
         return 2
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)

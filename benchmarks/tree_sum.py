@@ -77,7 +77,10 @@ def implementations(tp: TP, rows: int, case: str, forms: bool, vllm) -> dict[str
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = symmetric.workspace(tp.group, device)
     if workspace is None:
-        raise RuntimeError("symmetric memory is unavailable between these GPUs")
+        raise RuntimeError(
+            f"symmetric memory: required between GPUs 0 to {tp.size - 1}, but unavailable; the GPUs must access each "
+            "other over NVLink, and ALIGNKIT_SYMMETRIC must not be 0"
+        )
     generator = torch.Generator(device).manual_seed(tp.rank)
     sums = torch.randn(rows, COLUMNS, device=device, generator=generator)
     half, scatter = sums.bfloat16(), case == "reduce_scatter"
@@ -106,7 +109,8 @@ def implementations(tp: TP, rows: int, case: str, forms: bool, vllm) -> dict[str
     for rank, found in enumerate(_all_gather(tp, wrong)):
         if found:
             raise AssertionError(
-                f"{case} of {rows} x {COLUMNS}, rank {rank} of {tp.size}: bytes differ from the k-tree's: {found}"
+                f"{case} of {rows} x {COLUMNS}, rank {rank} of {tp.size}: bytes differ from the k-tree's in "
+                + ", ".join(f"'alignkit{name}'" for name in found)
             )
     return {f"alignkit{name}": partial(ours, lambda *_: None, shared) for name, shared in variants.items()} | {
         "alignkit, copied": copied,
@@ -240,12 +244,16 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser(__doc__, H200 / "tree_sum.json")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="largest number of GPUs")
-    parser.add_argument("--kib", nargs="+", type=int, default=list(KIB), help="size of a rank's values in bf16, in KiB")
+    parser.add_argument(
+        "--kib", nargs="+", type=int, default=list(KIB), help="sizes of a rank's values in bf16, in KiB"
+    )
     parser.add_argument("--forms", action="store_true", help="measure one-shot and two-shot at all sizes")
     options = parser.parse_args(arguments)
     world = max((n for n in symmetric.SIZES if n <= options.gpus), default=0)
     if not world:
-        parser.error("at least two GPUs are required")
+        parser.error(
+            f"--gpus: must be at least 2, got {options.gpus}; this machine has {torch.cuda.device_count()} GPUs"
+        )
     try:
         store = serve_store()
         mp.spawn(work, (world, store.port, options), nprocs=world)

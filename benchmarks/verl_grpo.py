@@ -6,7 +6,8 @@ generated, so nothing is downloaded. verl's metrics of each step, from its file 
     {"runs": [{"aligned", "rollout_tp", "training", "made_on", "steps": [{metric: value}]}]}
 
 ``training`` is the parallel layout, such as "PP 2". ``made_on`` is the environment, with the model's sizes, verl's
-overrides, the ranks per GPU and the duration. verl.svg plots training/rollout_probs_diff_max.
+overrides, the ranks per GPU and the duration. verl.svg plots training/rollout_probs_diff_max. The example has what any
+run needs; `command` adds the settings of this toy task.
 
 Ranks share GPUs if there are fewer GPUs than ranks; see "Fewer GPUs than ranks" in docs/gpu.md. A run that fails or
 times out leaves its log and metrics beside the results, and the next run starts. Ray's own logs are in
@@ -94,9 +95,9 @@ LAYOUTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["one"])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["one"], help="parallel layouts to run")
     parser.add_argument("--only", choices=("aligned", "stock"), help="run one of the two variants of each layout")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="training steps of each run")
     parser.add_argument("--small", action="store_true", help="use a small model with two layers")
     parser.add_argument("--layers", type=int, help="layers of the model; default: 28, or 2 with --small")
     parser.add_argument("--out", type=Path, default=H200 / "verl.json")

@@ -97,9 +97,9 @@ SIZES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stock", action="store_true", help="leave the engines unpatched")
-    parser.add_argument("--model-family", choices=FAMILIES, default=FAMILIES[0])
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--model-family", choices=FAMILIES, default=FAMILIES[0], help="architecture of the model")
+    parser.add_argument("--size", choices=SIZES, default="small", help="size of the model and of a step")
+    parser.add_argument("--steps", type=int, default=10, help="training steps (default: %(default)s)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--lr", type=float, help="learning rate of AdamW (default: depends on --size)")
     parser.add_argument("--eager", action="store_true", help="run vLLM without torch.compile and CUDA graphs")
@@ -114,7 +114,7 @@ def main() -> None:
         parser.error("--rows: requires --plot FILE")
     for file in args.rows or ():
         if not file.is_file():
-            parser.error(f"--rows: no such file: {file}")
+            parser.error(f"--rows: must name existing files, got {file}")
 
     runs = [json.loads(file.read_text()) for file in args.rows] if args.rows else [run(args)]
     if args.json:

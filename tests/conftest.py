@@ -1,6 +1,10 @@
 """Fixtures shared by all tests, and markers of tests by file and fixture.
 
-Paths in the tuples below are relative to tests/; a file that is moved moves there too.
+`make test` runs the tests without the mark `slow`, `make test-slow` the others, both on a CPU. `make gpu-test` runs the
+files `*_cuda.py` and all of tests/ops, where ALIGNKIT_TEST_DEVICE selects the device. Names that end in `_on_cpu.py` or
+`_interpreted.py` mark GPU kernels that run on a CPU. Tests that need missing hardware or packages are skipped.
+
+The tuples below hold paths relative to tests/: renaming a file changes them and SUITES of benchmarks/gpu_tests.py.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""Fetch the Python sources of the engine versions whose hook points the tests resolve.
+"""Download the Python sources of every supported engine version, for the tests of hook points and versions.
 
     python tests/fetch_engines.py FOLDER     # then: ALIGNKIT_WHEELS=FOLDER
 
-It writes FOLDER/vllm-0.26.0/vllm/..., FOLDER/megatron_core-0.16.1/megatron/... Nothing is installed or imported. The
-tests find the folders by these names. A new version also needs a row in alignkit/vllm/versions.py or
-alignkit/megatron/versions.py.
+It writes FOLDER/vllm-0.26.0/vllm/..., FOLDER/megatron_core-0.16.1/megatron/... Nothing is installed or imported. `make
+test` runs it once, for build/engines; the tests find the folders by these names. A new version also needs a row in
+alignkit/vllm/versions.py or alignkit/megatron/versions.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Test processes, forked on a CPU from a server that has already imported their modules.
+"""Start of test processes: on a CPU, forks of a server that has already imported the modules, which saves seconds each.
 
-These imports take longer than most tests.
+With a GPU, processes are spawned. A folder whose processes need more imports adds its own preload.py (`preload`).
 """
 
 import importlib

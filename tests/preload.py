@@ -1,4 +1,7 @@
-"""Modules that the fork server of tests/forks.py imports for every test process."""
+"""Modules that the fork server of tests/forks.py imports before it forks any test process.
+
+tests/fuzz, tests/megatron and tests/vllm have a preload.py each for their engines.
+"""
 
 import os
 

@@ -1,4 +1,7 @@
-"""Rotary scalings for tests of both engines, in config.json's form; wavelengths lie on both sides of each threshold."""
+"""Rotary scalings of config.json (`rope_scaling`), for tests of both engines.
+
+The test models' wavelengths lie on both sides of each threshold, so every branch of the scalings is computed.
+"""
 
 ROPES = {
     "llama3": {

@@ -1,6 +1,7 @@
-"""The loaded libraries match this alignkit: their source hash, and the layout of their structs.
+"""The loaded C++ and CUDA libraries belong to this source tree: equal source hash, equal layout of structs.
 
-`structs` must list every ctypes struct that is passed to the kernels.
+The tests load copies of the real libraries with changed bytes. `structs` must list every ctypes struct that is passed
+to the kernels.
 """
 
 import ctypes
@@ -105,7 +106,7 @@ def test_installed_package_reads_the_expected_hashes_from_built_json(tmp_path):
         )
         return done.stdout
 
-    assert "built.json: lacks the hash of the sources that the cpu kernels were built from" in isa()
+    assert "built.json: must hold the hash of the cpu kernels' sources" in isa()
     (package / "built.json").write_text(json.dumps({"cpu": "0" * 64}))
     assert "_cpu.so: must be built from this alignkit's sources" in isa()
     (package / "built.json").write_text(json.dumps({"cpu": _sources.of("cpu")}))
@@ -179,13 +180,13 @@ def test_every_field_mismatch_with_a_c_struct_is_detected():
                 BackendError, match=f"^{name}: the struct's layout differs"
             ):
                 built.check_layout(library, name, other)
-                pytest.fail(f"{name}, {what}")
+                pytest.fail(f"{name}: the struct was accepted with a wrong field: {what}")
     layout = {name: (field.offset, field.size) for name, field in ((f[0], getattr(struct, f[0])) for f in fields)}
     assert layout["rounded"][1] == layout["add"][1]  # two fields of one type, swapped: only their names differ
     swapped = [({"rounded": "add", "add": "rounded"}.get(f[0], f[0]), f[1]) for f in fields]
     with pytest.raises(BackendError, match="AlignkitHeadProducts: .*add at"):
         cuda.mirrors("AlignkitHeadProducts")(type("Other", (ctypes.Structure,), {"_fields_": swapped}))
-    with pytest.raises(BackendError, match="^NoSuch: the library does not report the layout"):
+    with pytest.raises(BackendError, match="^NoSuch: the library reports no layout"):
         cuda.mirrors("NoSuch")(struct)
 
 
@@ -206,8 +207,11 @@ def test_reading_the_instruction_set_does_not_select_one():
         assert native.isa() == native.isa() == "generic"
         assert f"{'CPU kernels':<15} built, generic" in doctor.facts()
         assert native.isa() == "generic"
-        with pytest.raises(BackendError, match="isa: this machine does not support 'sse9'"), native.use_isa("sse9"):
-            pytest.fail("there is none")
+        with (
+            pytest.raises(BackendError, match="isa: must be an instruction set that this machine supports, got 'sse9'"),
+            native.use_isa("sse9"),
+        ):
+            pytest.fail("the unknown instruction set was accepted")
         assert native.isa() == "generic"
     assert native.isa() == best
 

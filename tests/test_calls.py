@@ -1,4 +1,7 @@
-"""Calls of alignkit in tests, benchmarks and examples match its signatures, GPU-only code included."""
+"""Static check that calls of alignkit in tests, benchmarks and examples match its signatures.
+
+It reads the syntax trees, so a CPU machine finds wrong calls in GPU-only code too.
+"""
 
 import ast
 import contextlib

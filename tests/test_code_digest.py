@@ -1,4 +1,7 @@
-"""The digest of measured code (benchmarks/lib/code.py) changes with the code and with nothing else."""
+"""The source digest of measured results (benchmarks/lib/code.py) changes with the code alone.
+
+Comments, docstrings and formatting of Python and CUDA files must not change it: stored rows would need new runs.
+"""
 
 import importlib.util
 from pathlib import Path

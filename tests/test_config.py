@@ -1,4 +1,7 @@
-"""Environment variables: accepted values, rejected values, and the page that lists them."""
+"""Environment variables of alignkit/config.py: accepted values, rejected values and their messages.
+
+A new variable needs its row in docs/configuration.md, which this file compares with the code.
+"""
 
 import ast
 from pathlib import Path

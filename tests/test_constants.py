@@ -1,7 +1,7 @@
-"""Every constant of the ops and kernels says what it decides, and a mirrored constant equals its source.
+"""Every constant of the ops and kernels carries a mark, and a mirrored constant equals its source.
 
 The marks are `contract:` (changes bits), `schedule:` (changes speed or memory), `hardware:` (a fact of the device) and
-`mirrors FILE:NAME` (equals a constant of another file).
+`mirrors FILE:NAME` (equals a constant of another file). A mark stands in the comment or docstring. Files are parsed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Allowed dependencies between the package's files.
+"""Dependencies between the package's parts: no import cycle, and no import of an upper layer by a lower one.
 
-FORBIDDEN states them; a new part that must not import others needs an entry there.
+FORBIDDEN lists the imports that each part must not have. A new part needs an entry there.
 """
 
 import ast
@@ -77,9 +77,11 @@ def test_families_are_named_in_one_file(name):
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.Compare):
             constants = [n.value for n in (node.left, *node.comparators) if isinstance(n, ast.Constant)]
-            assert "cpu" not in constants and "cuda" not in constants, f"line {node.lineno}"
+            assert "cpu" not in constants and "cuda" not in constants, (
+                f"{name}, line {node.lineno}: compare family objects instead"
+            )
         if isinstance(node, ast.Constant):
-            assert node.value != "sm90", f"line {node.lineno}"
+            assert node.value != "sm90", f"{name}, line {node.lineno}: compare family objects instead"
 
 
 def test_variables_are_named_in_one_file():
@@ -87,4 +89,6 @@ def test_variables_are_named_in_one_file():
     for name, path in FILES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and name != "alignkit.config":
-                assert not re.fullmatch("ALIGNKIT_[A-Z_]+", node.value), f"{name}, line {node.lineno}"
+                assert not re.fullmatch("ALIGNKIT_[A-Z_]+", node.value), (
+                    f"{name}, line {node.lineno}: read alignkit.config instead"
+                )

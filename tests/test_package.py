@@ -1,4 +1,8 @@
-"""The package: importing it imports no engine, and each half works without the other engine."""
+"""Imports and distribution of the package.
+
+Importing alignkit imports no engine, and each adapter works without the other engine. One slow test builds the sdist
+and the wheel, installs the wheel into a fresh virtual environment and runs `alignkit doctor`.
+"""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Test ranks report a rank whose process has ended."""
+"""`alignkit.testing.Ranks`, which starts the ranks of most tests, reports a dead process at once."""
 
 import os
 import time

@@ -1,6 +1,8 @@
-"""Build of the CUDA kernels, without a GPU: the choice of nvcc, incremental builds, installation without nvcc.
+"""Build of the native libraries by setup.py, without a GPU: choice of nvcc, incremental builds, builds without nvcc.
 
-The machine code must keep the tensor cores busy: MMA loops with accumulators in registers.
+Scripts stand in for nvcc where its choice is tested; other tests compile with the real nvcc. The disassembled machine
+code must keep the tensor cores busy: no spills, no serialized MMAs, no local memory in an MMA loop. TENSOR_CORES must
+match the name of each kernel that uses tensor cores, and no other name.
 """
 
 import ctypes

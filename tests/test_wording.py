@@ -1,4 +1,7 @@
-"""The check of wording (tests/wording.py) finds the faults it is for; `make lint` runs it over the repository."""
+"""The wording check tests/wording.py finds each kind of fault in sample texts.
+
+`make lint` runs the check itself over the repository.
+"""
 
 import pytest
 

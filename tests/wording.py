@@ -2,6 +2,7 @@
 
 Ruff checks the form of docstrings (pydocstyle) and codespell the spelling. This module holds the rules that neither
 has: openers that hide the subject of a sentence, private words for terms of art, and the length of sentences in pages.
+tests/test_wording.py tests it; CONTRIBUTING.md, "How we write", states the rules.
 """
 
 from __future__ import annotations

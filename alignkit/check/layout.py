@@ -1,4 +1,7 @@
-"""Forward of a micro-batch under pipeline and context parallelism, with all logprobs returned on every rank."""
+"""Forward of a micro-batch under pipeline and context parallelism, with all logprobs returned on every rank.
+
+Only `train` uses it. It moves tokens and logprobs between ranks and computes no logprob, so it holds no numerics.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Hardware, devices and software versions of this machine.
 
-The keys of `machine()` are stored in run.json, replay files and benchmarks/results.
+`check`, `bisect`, the monitor and the benchmarks use this module. The keys of `machine()` are stored in run.json,
+replay files and benchmarks/results: add keys, but do not rename them.
 """
 
 from __future__ import annotations
@@ -58,10 +59,13 @@ def most_ranks() -> int:
 
 
 def no_room(ranks: int) -> str | None:
-    """Return an error message if the GPUs cannot hold `ranks` ranks; None if they can, or without GPUs."""
+    """Return the violated requirement if the GPUs cannot hold `ranks` ranks; None if they can, or without GPUs."""
     if not gpus() or ranks <= most_ranks():
         return None
-    return f"must be at most {most_ranks()}, the number of ranks that fit on this machine's GPUs, got {ranks}"
+    return (
+        f"must be at most {most_ranks()} on this machine (GPUs * ALIGNKIT_RANKS_PER_GPU = {len(gpus())} * "
+        f"{config.ranks_per_gpu}), got {ranks}"
+    )
 
 
 def gpu_of(rank: int) -> torch.device:

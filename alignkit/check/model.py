@@ -1,7 +1,7 @@
 """Random-weight HF checkpoints with realistic numerics that are small enough for a CPU.
 
-Equal arguments give equal weights. Benchmark results were measured with these weights, so other defaults, or another
-order of the tensors that a seed numbers, make new results incomparable with stored ones.
+Equal arguments give equal weights. Stored benchmark results were measured with these weights. Other defaults, or
+another order of the tensors, give other weights; new results are then not comparable with stored ones.
 """
 
 from __future__ import annotations
@@ -109,7 +109,10 @@ def make_checkpoint(
     if heads % kv_heads:
         raise InputError(f"heads: must be a multiple of kv_heads = {kv_heads}, got {heads}")
     if FAMILIES[arch].heads_fill_hidden and heads * head_dim != hidden:
-        raise InputError(f"head_dim: {arch} requires heads * head_dim = hidden = {hidden}, got {heads} * {head_dim}")
+        raise InputError(
+            f"head_dim: heads * head_dim must equal hidden = {hidden} for {arch}, got {heads} * {head_dim} = "
+            f"{heads * head_dim}"
+        )
 
     family = FAMILIES[arch]
     if family.experts and not 0 < top_k <= experts:

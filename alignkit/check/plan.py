@@ -1,7 +1,8 @@
-"""Plan of a check: the rows of its table and the engine jobs, one process each, that the rows need.
+"""Plan of a check: the rows of its table, and the engine jobs that compute them. Each job runs in its own process.
 
-Names of rollouts and trainings (see `Row`) are stored in check.json and benchmarks/results; `alignkit check
---training` takes those of trainings. Fields of a job are documented in `rollout` and `train`.
+Names of rollouts and trainings (see `Row`) are stored in check.json and benchmarks/results. `alignkit check --training`
+takes the names of trainings. `rollout` and `train` document the fields of a job. Prompt lengths and chunk size are test
+inputs: changing them needs no other change, but new rows are not comparable with stored ones.
 """
 
 from __future__ import annotations
@@ -204,7 +205,8 @@ def against_batch(dtypes: list[str], trainings: list[str]) -> list[Row]:
     for name in trainings:
         if not _TRAINING.fullmatch(name):
             raise InputError(
-                f"training: expected the form tpN[-sp][-epN][-te][-ppN][-cpN]-(one|padded|packed), got {name!r}"
+                "training: expected the form tpN[-sp][-epN][-te][-ppN][-cpN]-(one|padded|packed), such as "
+                f"tp2-sp-padded, got {name!r:.100}"
             )
     rows = [Row(d, "batch", t, patched) for patched in (False, True) for d in dtypes for t in dict.fromkeys(trainings)]
     return [

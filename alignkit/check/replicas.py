@@ -1,6 +1,7 @@
 """vLLM data parallelism behind the interface of ``vllm.LLM``: one front end and replicas that step together.
 
-Methods have the names and arguments of ``vllm.LLM``.
+`rollout.engine` uses it if a job has ``dp`` > 1. Methods have the names and arguments of ``vllm.LLM``. A new vLLM
+version may require other calls of its async engine here.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Replicas:
             async for output in self._engine.generate(prompt, params, str(self._requests), data_parallel_rank=replica):
                 if output.finished:
                     return output
-            raise RuntimeError(f"prompt {index}: the engine returned no finished output")
+            raise RuntimeError(f"prompt {index}: vLLM's engine ended the request without a finished output")
 
         async def answer_all() -> list[Any]:
             return await asyncio.gather(*(answer(i, prompt) for i, prompt in enumerate(prompts)))

@@ -30,7 +30,8 @@ def require_report_libraries() -> None:
     missing = [name for name in ("matplotlib", "jinja2") if not installed(name)]
     if missing:
         raise UnsupportedError(
-            f"report.html requires {' and '.join(missing)}. Run pip install 'alignkit[report]', or pass --no-report"
+            f"report.html: missing packages: {', '.join(missing)}. Run pip install 'alignkit[report]', or pass "
+            "--no-report."
         )
 
 
@@ -88,7 +89,7 @@ def headline(result: Result) -> str:
     stock = (
         f"{stock_equal} of {stock_tokens}"
         if stock_rows
-        else "not run (stock Megatron-core is tested with cp = 1 only, and packed with te only)"
+        else "not run (alignkit check runs stock Megatron-core only without cp, and packed only with te)"
     )
     text = f"Patched: {equal} of {tokens} logprobs are bit-equal ({good} of {rows} rows). Stock: {stock}."
     if _routed(result):

@@ -114,15 +114,15 @@ def prepare(job: dict) -> None:
 def _check(job: dict) -> None:
     if job["runner"] not in RUNNERS:
         raise InputError(f"runner: expected one of {', '.join(RUNNERS)}, got {job['runner']!r}")
-    for spec in job["runs"]:
+    for i, spec in enumerate(job["runs"]):
         if spec["mode"] not in MODES:
-            raise InputError(f"runs: mode: expected one of {', '.join(MODES)}, got {spec['mode']!r}")
+            raise InputError(f"runs[{i}].mode: expected one of {', '.join(MODES)}, got {spec['mode']!r:.80}")
         if spec["mode"] == "prompt_logprobs" and not job.get("tokens_from"):
-            raise InputError("tokens_from: mode prompt_logprobs requires a logprob file, got none")
+            raise InputError("tokens_from: must be a logprob file for mode prompt_logprobs, got none")
     if not job["prompts"]:
-        raise InputError("prompts: at least one prompt is required, got none")
+        raise InputError("prompts: must have at least one prompt, got none")
     if not all(job["prompts"]):
-        raise InputError(f"prompts: must not be empty, got an empty prompt at index {job['prompts'].index([])}")
+        raise InputError(f"prompts[{job['prompts'].index([])}]: must have at least one token id, got none")
 
 
 def engine(job: dict, **overrides):
@@ -201,7 +201,10 @@ def _sample(llm, job: dict, mode: str) -> Logprobs:
             if len(prompt) > BLOCK_SIZE and not o.num_cached_tokens
         ]
         if missed:
-            raise RuntimeError(f"prefix: every prompt must hit the prefix cache, got no hit for prompts {missed}")
+            raise RuntimeError(
+                f"mode prefix: every prompt of more than {BLOCK_SIZE} tokens must hit vLLM's prefix cache in its "
+                f"second run, but {len(missed)} did not, first prompts[{missed[0]}]"
+            )
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     steps = [o.outputs[0].logprobs for o in outputs]
     return _logprobs(llm, job, job["prompts"], tokens, steps)

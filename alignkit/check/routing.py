@@ -1,9 +1,9 @@
 """Recording and comparison of the routers' expert choices in MoE models, token by token, with read-only hooks.
 
 A row is one input token: every prompt and sampled token of a sequence except the last. Rows of all sequences are
-concatenated. For vLLM the router logits are recorded, because its kernels do not expose the selected experts; for
-Megatron-core the selected experts are. vLLM must run eagerly with the V1 model runner. `rollout` calls the
-``alignkit_*`` methods by name.
+concatenated. On the vLLM side, the hooks record router logits, because vLLM's kernels do not expose the selected
+experts. On the Megatron-core side, they record the selected experts. vLLM must run eagerly with the V1 model runner.
+`rollout` calls the ``alignkit_*`` methods by name; bisect has hooks of its own (`drift.bisect.vllm_worker`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def rows_of_step(runner: Any, args: tuple, kwargs: Mapping[str, Any], first: Map
     batch = runner.input_batch
     positions = kwargs["positions"] if "positions" in kwargs else args[1]
     if positions.dim() != 1:
-        raise UnsupportedError(f"positions: must have one dimension, got {positions.dim()} (M-RoPE)")
+        raise UnsupportedError(
+            f"positions: vLLM must pass position ids of shape [tokens] to the model, got {list(positions.shape)}. "
+            "Models with M-RoPE are not supported."
+        )
     starts = np.asarray(runner.query_start_loc.np[: batch.num_reqs + 1])
     rows = np.full(positions.shape[0], -1, dtype=np.int64)  # the step may end in padding
     positions = positions.cpu().numpy()
@@ -80,7 +83,8 @@ class _Routers:
         moe_layers = [module for module in model.modules() if isinstance(module, MoERunner)]
         if len(gates) != len(moe_layers):
             raise UnsupportedError(
-                f"routers: expected one per MoE layer, got {len(gates)} for {len(moe_layers)} layers"
+                f"routing: vLLM's model must have one router (a module named gate) per MoE layer, got {len(gates)} "
+                f"routers for {len(moe_layers)} MoE layers"
             )
         model.register_forward_pre_hook(self._step, with_kwargs=True)
         for i, (gate, moe_layer) in enumerate(zip(gates, moe_layers, strict=True)):
@@ -96,7 +100,7 @@ class _Routers:
         """Return the recorded logits, fp32 [rows, layers, experts]; NaN where a row was not computed."""
         if self._logits is None:
             raise InputError(
-                "routers: the model ran no MoE layer after recording started, so there are no router logits"
+                "routing: no MoE layer ran, so no router logits were recorded. Omit routing for a dense model."
             )
         return torch.cat([self._logits[i * self._longest :][: length - 1] for i, length in enumerate(lengths)])
 
@@ -193,7 +197,10 @@ def rerouted(rollout: Path, training: Path) -> tuple[int, int]:
     """
     logits, chosen = load_file(rollout)["logits"], load_file(training)["chosen"].bool()
     if logits.shape != chosen.shape:
-        raise InputError(f"{training}: expected choices of shape {tuple(logits.shape)}, got {tuple(chosen.shape)}")
+        raise InputError(
+            f"{training}: tensor 'chosen': must have the shape {list(logits.shape)} of 'logits' in {rollout}, "
+            f"got {list(chosen.shape)}"
+        )
     known = ~logits.isnan().flatten(1).any(dim=1)
     worst = logits.masked_fill(~chosen, torch.inf).amin(dim=-1)
     best = logits.masked_fill(chosen, -torch.inf).amax(dim=-1)

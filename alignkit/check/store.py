@@ -1,4 +1,7 @@
-"""TCP stores through which the processes of a group on this machine rendezvous."""
+"""TCP stores through which the processes of a group on this machine rendezvous.
+
+`train`, the tests and the benchmarks use them to start torch.distributed groups without a fixed port.
+"""
 
 from __future__ import annotations
 

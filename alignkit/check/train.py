@@ -15,8 +15,10 @@ Fields of a job:
 The model is built once, in max(tp * pp * cp, ep) processes. Each run writes the logprobs of the tokens of its ``in``
 file. If ``ep`` exceeds ``tp``, the additional ranks are data-parallel, and all compute the same tokens. An unpatched
 model is stock Megatron-core: it includes padded vocabulary columns in the softmax, accepts packed input only with
-TransformerEngine's attention, and materializes the logits of a whole micro-batch. `plan` writes the jobs;
-`alignkit.drift.bisect.megatron_side` also calls `launch`, with a function of its own.
+TransformerEngine's attention, and materializes the logits of a whole micro-batch.
+
+`plan` writes the jobs. `alignkit.drift.bisect.megatron_side` calls `launch` with its own function instead of a job's
+runs.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ _FIELDS = {"model", "dtype", "patched", *_SIZES, "sequence_parallel", "spec", "t
 def _check(job: dict[str, Any]) -> None:
     if unknown := set(job) - _FIELDS:
         raise InputError(
-            f"job: expected only the fields {', '.join(sorted(_FIELDS))}, got {', '.join(sorted(unknown))}"
+            f"job: may have the fields {', '.join(sorted(_FIELDS))}, got unknown: {', '.join(sorted(unknown)):.200}"
         )
     for field in ("model", "dtype", "patched", "tp", "runs"):
         if field not in job:
@@ -133,12 +135,12 @@ def _check(job: dict[str, Any]) -> None:
         raise InputError(f"micro_batch: expected a positive integer or null, got {job['micro_batch']!r}")
     if job.get("temperature", 1.0) != 1.0 and not job["patched"]:
         raise UnsupportedError(f"temperature: must be 1.0 for stock Megatron-core, got {job['temperature']!r}")
-    for run in job["runs"]:
+    for i, run in enumerate(job["runs"]):
         if run["mode"] not in _MODES:
-            raise InputError(f"mode: expected one of {', '.join(_MODES)}, got {run['mode']!r}")
+            raise InputError(f"runs[{i}].mode: expected one of {', '.join(_MODES)}, got {run['mode']!r:.80}")
         if run["mode"] == "packed" and not job["patched"] and job.get("spec", "local") == "local":
             raise UnsupportedError(
-                "mode: must be one or padded for stock Megatron-core with spec = local, got 'packed'"
+                f"runs[{i}].mode: must be one or padded for stock Megatron-core with spec = local, got 'packed'"
             )
 
 
@@ -149,11 +151,13 @@ def check_layout(
     if spec not in SPECS:
         raise InputError(f"spec: expected one of {', '.join(SPECS)}, got {spec!r}")
     if spec == "te" and not installed("transformer_engine"):
-        raise UnsupportedError("spec: te requires TransformerEngine, which is not installed")
+        raise UnsupportedError(
+            "spec: te requires TransformerEngine, which is not installed. Install transformer-engine, or omit te."
+        )
     architecture.check_tp(tp)
     check_ep(architecture, ep)
     if ep > 1 and max(tp, ep) % min(tp, ep):
-        raise InputError(f"ep: must divide tp = {tp} or be a multiple of it, got {ep}")
+        raise InputError(f"ep: must be a divisor or a multiple of tp = {tp}, got {ep}")
     if pp < 1 or architecture.layers % pp:
         raise InputError(f"pp: must divide the model's {architecture.layers} layers, got {pp}")
     if cp < 1:
@@ -214,6 +218,7 @@ def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> Non
 
     for run in job["runs"]:
         given = load(run["in"])
+        _require_prompts(given, run["in"])
         with Choices(model) if run.get("routing") else nullcontext() as choices:
             logprobs = recompute(
                 model,
@@ -247,10 +252,9 @@ def recompute(
 
     micro_batch: maximum tokens of a micro-batch, padding included; a longer sequence forms its own micro-batch.
 
-    Raises InputError for a sequence with an empty prompt, since its first token has no logprob.
+    Raises InputError for an empty prompt, because the first token of a sequence has no logprob.
     """
-    if not all(given.prompts):
-        raise InputError(f"in: prompts must not be empty, got an empty prompt of sequence {given.prompts.index([])}")
+    _require_prompts(given, "given")
     result = [torch.empty(0)] * len(given.tokens)
     device = next(model.parameters()).device
     sampled = [i for i, tokens in enumerate(given.tokens) if tokens]
@@ -288,6 +292,14 @@ def recompute(
         for i, value in zip(sampled, values, strict=True):
             result[i] = value.cpu()
     return result
+
+
+def _require_prompts(given: Logprobs, source: str) -> None:
+    if not all(given.prompts):
+        raise InputError(
+            f"{source}: prompts[{given.prompts.index([])}]: must have at least one token id, got none. "
+            "Megatron-core computes no logprob for the first token of a sequence."
+        )
 
 
 def _multiple(model) -> int:

@@ -1,4 +1,8 @@
-"""The numerics contract: its constants and its id. docs/contract.md defines them; a change of bits changes the id."""
+"""The numerics contract of docs/contract.md as code: constants, the contract id, rotary frequencies, the expert tree.
+
+Kernels live in `alignkit.ops` and csrc. Every file here determines bits, so a change of a value or formula needs a new
+contract version (`runtime.families`).
+"""
 
 from .constants import K_LEAVES, K_STEP, SUM_LANES, VOCAB_TILE, k_leaves
 from .ids import contract_id

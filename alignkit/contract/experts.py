@@ -1,4 +1,7 @@
-"""The balanced tree over experts: the order of summation of docs/contract.md, "Mixture of experts"."""
+"""The balanced tree over experts: the order of summation of docs/contract.md, "Mixture of experts".
+
+A change of the mapping changes bits, so it needs a new contract version (`runtime.families`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The contract id. Logprobs may be compared bit for bit only under the same id.
+"""The contract id of a device. Logprobs may be compared bit for bit only under the same id.
 
-Logprob files and golden_*.json store ids; `Family.contract_id` of `runtime.families` formats them. `contract_id` is
-public (docs/api/alignkit.md).
+`contract_id` is public (docs/api/alignkit.md). `Family.contract_id` of `runtime.families` formats the id. Logprob files
+and golden_*.json store ids, so another format makes stored files incomparable.
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ def _family(device: torch.device | torch.Tensor | str | None) -> Family:
         try:
             given = torch.device(given)
         except RuntimeError:
+            names = ", ".join(map(repr, families.BY_NAME))
             raise InputError(
-                f"device: must be a device or one of {', '.join(families.BY_NAME)}, got {device!r}"
+                f"device: must be the name of a torch device, such as 'cuda:0', or of a device family ({names}), "
+                f"got {device!r:.200}"
             ) from None
-    if not isinstance(given, torch.device):
+    if given is None:
         raise InputError(
-            f"device: must be the device that computed the numbers, such as weight.device or 'cuda', got {given!r}"
+            "device: required. Pass the device that computed the numbers, such as weight.device or 'cuda', got None"
         )
+    if not isinstance(given, torch.device):
+        raise InputError(f"device: must be a torch.device, its name, or a tensor, got a {type(given).__name__}")
     return dispatch.family(given)

@@ -1,6 +1,7 @@
 """Scaled rotary frequencies in float64: the formulas of docs/contract.md, "RoPE".
 
-The order of operations as written determines bits of the rope table. `Llama3` and `Yarn` are public (docs/api/ops.md).
+The order of operations as written determines the bits of the rope table, so changing it needs a new contract version
+(`runtime.families`). `Llama3` and `Yarn` are public (docs/api/ops.md).
 """
 
 from __future__ import annotations

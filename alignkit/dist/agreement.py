@@ -67,7 +67,10 @@ def all_gather_objects(group: dist.ProcessGroup, value: Any, label: str = "tenso
         if longest > SLOT - _LENGTH:
             messages = _all_gather_bytes(backend, size, message, longest + _LENGTH)
     except RuntimeError as e:
-        raise BackendError(f"{label} group: its ranks could not exchange messages; one may have died: {e}") from e
+        raise BackendError(
+            f"{label} group: rank {dist.get_rank(group)} of {size} could not exchange messages with the other ranks, "
+            f"one of which may have died: {e}"
+        ) from e
     return [pickle.loads(received) for received in messages]
 
 

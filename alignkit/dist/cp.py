@@ -51,12 +51,12 @@ class CP:
             kv_heads: KV heads; divides `heads`.
         """
         if heads % size:
-            return f"must divide query heads = {heads}, got {size}"
+            return f"must divide the {heads} query heads, got {size}"
         each, group = heads // size, heads // kv_heads
         if each % group and group % each:
             return (
-                f"must give query heads per rank that divide the GQA group of {group} query heads or are a multiple of "
-                f"it, got {each} per rank with {size} ranks"
+                f"query heads per rank must divide {group} (the query heads of a KV head) or be a multiple of {group}, "
+                f"got {heads} / {size} = {each}"
             )
         return None
 

@@ -30,7 +30,7 @@ from ..errors import BackendError, InputError
 from ..runtime import cuda, dispatch, families
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Output dtypes of the kernel."""
+"""Output dtypes of the kernel; `TP.sum_products` rounds to other dtypes after the sum."""
 SIZES = (2, 4, 8)
 """schedule: group sizes that the kernel supports; groups of other sizes gather with NCCL."""
 PIECE = 1 << 23
@@ -268,7 +268,7 @@ def _create_workspace(group: dist.ProcessGroup, device: torch.device) -> Workspa
     except InputError as e:  # invalid environment variable; all ranks must raise together
         error = str(e)
     answers = _all_gather_objects(group, (info, error))
-    if errors := [why for _, why in answers if why is not None]:
+    if errors := [f"{why} (on rank {rank})" for rank, (_, why) in enumerate(answers) if why is not None]:
         raise InputError(errors[0])
     infos = [info for info, _ in answers]
     hosts, counts = zip(*(info or (None, None) for info in infos), strict=True)
@@ -276,7 +276,7 @@ def _create_workspace(group: dist.ProcessGroup, device: torch.device) -> Workspa
         return None
     if len(set(counts)) > 1:
         # torch 2.11 numbers rendezvous per process, so unequal counts would deadlock (pytorch/pytorch#196082).
-        _warn_fallback("the ranks of this group have set it up for different numbers of other groups")
+        _warn_fallback(f"the ranks have created it for different numbers of groups before: {list(counts)}, by rank")
         return None
     _created_count += 1
     memory = _together(group, lambda: allocate(dist.get_world_size(group), device))
@@ -292,7 +292,8 @@ def _together(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
     # Errors of the driver, of an unsupported torch version, or of ALIGNKIT_SYMMETRIC_TIMEOUT.
     except (RuntimeError, ImportError, AttributeError, TypeError, ValueError) as e:
         failure = f"{type(e).__name__}: {e}"
-    failures = [each for each in _all_gather_objects(group, failure) if each is not None]
+    answers = _all_gather_objects(group, failure)
+    failures = [f"rank {rank}: {why}" for rank, why in enumerate(answers) if why is not None]
     if failures:
         _warn_fallback(failures[0])
         return None
@@ -301,7 +302,8 @@ def _together(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
 
 def _warn_fallback(why: str) -> None:
     warnings.warn(
-        f"symmetric memory is unavailable ({why}); tensor-parallel sums use NCCL gathers instead: same bits, slower"
+        f"symmetric memory is unavailable ({why}); tensor-parallel sums use NCCL gathers: same bits, slower. "
+        "ALIGNKIT_SYMMETRIC=0 disables symmetric memory without this warning"
     )
 
 

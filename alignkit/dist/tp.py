@@ -248,7 +248,7 @@ class TP:
         if any(answer[0] != answers[0][0] for answer in answers):
             raise InputError(
                 f"ALIGNKIT_STRICT: must be equal on all ranks of the {self.label} group, got "
-                f"{[answer[0] for answer in answers]} (in {op})"
+                f"{[answer[0] for answer in answers]} by rank (in {op})"
             )
         return [value for _, _, value in answers]
 
@@ -267,7 +267,9 @@ class TP:
         for key in dict.fromkeys(key for one in seen for key in one):
             values = [one.get(key) for one in seen]
             if any(v != values[0] for v in values):
-                raise InputError(f"{key}: must be equal on all ranks of the {self.label} group, got {values} (in {op})")
+                raise InputError(
+                    f"{key}: must be equal on all ranks of the {self.label} group, got {values} by rank (in {op})"
+                )
 
     def check_same_values(self, op: str, **tensors: torch.Tensor | None) -> None:
         """Require tensors to hold the same values on all ranks; shapes and dtypes were checked before.
@@ -292,9 +294,7 @@ class TP:
         hashes = torch.stack([_value_hash(t) for t in given.values()])
         gathered = torch.stack(self.all_gather(hashes))
         for name, same in zip(given, (gathered == gathered[0]).all(dim=0).unbind(), strict=True):
-            torch._assert_async(
-                same, f"{name}: its values must be equal on all ranks of the {self.label} group (in {op})"
-            )
+            torch._assert_async(same, f"{name}: values must be equal on all ranks of the {self.label} group (in {op})")
 
 
 def check_same_across(

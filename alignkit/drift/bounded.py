@@ -1,4 +1,7 @@
-"""Safe opening of untrusted safetensors files: the header size is checked before the header is read."""
+"""Safe opening of untrusted safetensors files: the header size is checked before the header is read.
+
+Readers of logprob files, replays and recordings use it. They check the tensors' sizes themselves before they read one.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ def opened(path: Path, kind: str, max_header: int) -> Iterator[tuple[safe_open, 
         max_header: Maximum size of the safetensors header in bytes.
 
     Raises:
-        InputError: The file is missing, its header is too large, it is truncated, or it is not a safetensors file.
-            Read errors inside the with block are converted too. Names the file and the problem.
+        InputError: The file is missing or truncated, its header is too large, or it is not a safetensors file. Names
+            the file and the problem. Read errors inside the with block raise it too.
     """
     if path.is_dir():
         raise InputError(f"{path}: is a directory, expected {kind}")
@@ -38,15 +41,17 @@ def opened(path: Path, kind: str, max_header: int) -> Iterator[tuple[safe_open, 
         with safe_open(path, framework="pt") as file:
             yield file, file.metadata() or {}
     except (SafetensorError, OSError) as e:
-        raise InputError(f"{path}: truncated or not a safetensors file ({e})") from None
+        raise InputError(f"{path}: cannot be read as a safetensors file ({e!s:.200}), expected {kind}") from None
 
 
 def check_format(path: Path, metadata: dict[str, str], kind: str, name: str, version: str) -> None:
     """Raise InputError unless the metadata has ``format=name`` and ``format_version=version``."""
     if metadata.get("format") != name:
-        raise InputError(f"{path}: not {kind}: a safetensors file whose metadata lacks format={name!r}")
+        raise InputError(
+            f"{path}: expected {kind} with the metadata format = {name!r}, got {metadata.get('format')!r:.50}"
+        )
     if metadata.get("format_version") != version:
         raise InputError(
             f"{path}: format_version: must be {version!r} for this version of alignkit, "
-            f"got {metadata.get('format_version')!r:.50}"
+            f"got {metadata.get('format_version')!r:.50}. Write the file again with this version."
         )

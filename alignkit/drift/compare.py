@@ -1,8 +1,8 @@
 """Comparison of two sets of logprobs of the same tokens.
 
-Metric names follow the RL frameworks that log them; `docs/drift.md` has the table. All statistics are computed in
-float64 from the unmodified values, so a difference of one fp32 bit is never lost. Fields of `DriftReport` are also the
-keys of check.json, of monitor records and of loggers.
+Metric names follow the RL frameworks that log them; docs/drift.md has the table. All statistics are computed in float64
+from the unmodified values, so a difference of one fp32 bit is never lost. Fields of `DriftReport` are also the keys of
+check.json, of monitor records and of loggers. A new name or formula must change docs/drift.md too.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def compare(
     if rollout.contract != training.contract and not allow_contract_mismatch:
         raise InputError(
             f"contract: rollout and training must have the same contract id, got {rollout.contract!r} and "
-            f"{training.contract!r}. Pass --allow-contract-mismatch (allow_contract_mismatch=True) to compare anyway"
+            f"{training.contract!r}. Pass allow_contract_mismatch=True (alignkit compare: --allow-contract-mismatch) "
+            "to compare them nevertheless."
         )
     for name in ("prompts", "tokens"):
         _same_ids(name, getattr(rollout, name), getattr(training, name))
@@ -140,7 +141,7 @@ def compare(
     position = torch.cat([torch.arange(n) for n in counts.tolist()]) if len(counts) else counts
     ids = [t for row in rollout.tokens for t in row]
     if not ids:
-        raise InputError("tokens: at least one sampled token is required, got none")
+        raise InputError("tokens: rollout and training must have at least one sampled token, got none")
     return _report(torch.cat(rollout.logprobs), torch.cat(training.logprobs), sequence, position, ids, worst)
 
 
@@ -184,12 +185,15 @@ def compare_tensors(
     if mask.shape != rollout_logp.shape:
         raise InputError(f"mask: expected shape {list(rollout_logp.shape)}, got {list(mask.shape)}")
     mask = mask.detach().cpu()
-    if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
-        raise InputError("mask: expected only the values 0 and 1, got others")
+    if mask.dtype != torch.bool and len(others := ((mask != 0) & (mask != 1)).nonzero()):
+        i, j = others[0].tolist()
+        raise InputError(f"mask: expected only the values 0 and 1, got {mask[i, j].item()} at [{i}, {j}]")
     sequence, position = mask.bool().nonzero(as_tuple=True)
     if not len(sequence):
         raise InputError(
-            "mask: must select at least one token, got none" if mask.numel() else "rollout_logp: must not be empty"
+            "mask: must select at least one token, got none"
+            if mask.numel()
+            else f"rollout_logp: must have at least one value, got shape {list(rollout_logp.shape)}"
         )
     rollout, training = (x.detach().cpu()[sequence, position] for x in (rollout_logp, train_logp))
     return _report(rollout, training, sequence, position, None, worst)
@@ -270,7 +274,9 @@ def _same_ids(name: str, rollout: list[list[int]], training: list[list[int]]) ->
         )
     for i, (a, b) in enumerate(zip(rollout, training, strict=True)):
         if len(a) != len(b):
-            raise InputError(f"{name}: sequence {i}: must have the same length in both, got {len(a)} and {len(b)}")
+            raise InputError(
+                f"{name}: sequence {i}: rollout and training must have the same length, got {len(a)} and {len(b)}"
+            )
         for j, (x, y) in enumerate(zip(a, b, strict=True)):
             if x != y:
                 raise InputError(

@@ -126,7 +126,9 @@ def load(path: str | os.PathLike) -> Logprobs:
     with bounded.opened(path, "a logprob file", MAX_HEADER) as (f, metadata):
         bounded.check_format(path, metadata, "a logprob file", FORMAT, FORMAT_VERSION)
         if "contract" not in metadata:
-            raise InputError(f"{path}: the metadata has no contract id")
+            raise InputError(
+                f"{path}: contract: must be in the metadata, got none. Write the file with alignkit.drift.save."
+            )
         # Check every size in the header before reading a tensor: the file may be any safetensors file.
         for name in _DTYPES:
             _check_tensor(path, f, name)
@@ -134,9 +136,9 @@ def load(path: str | os.PathLike) -> Logprobs:
     try:
         meta = json.loads(metadata.get("meta", "{}"))
     except (ValueError, RecursionError) as e:
-        raise InputError(f"{path}: meta is not JSON ({e})") from None
+        raise InputError(f"{path}: meta: must be JSON, got invalid JSON ({e!s:.100})") from None
     if not isinstance(meta, dict):
-        raise InputError(f"{path}: meta is not a JSON object")
+        raise InputError(f"{path}: meta: must be a JSON object, got a {type(meta).__name__}")
     prompts = _unpack(path, tensors, "prompt_tokens", "prompt_offsets")
     tokens = _unpack(path, tensors, "tokens", "offsets")
     values = _unpack(path, tensors, "logprobs", "offsets")
@@ -175,13 +177,16 @@ def _pack(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _unpack(path: Path, tensors: dict[str, torch.Tensor], name: str, offsets_name: str) -> list[torch.Tensor]:
     packed, offsets = tensors[name], tensors[offsets_name]
-    if (
-        offsets.numel() == 0
-        or offsets[0] != 0
-        or offsets[-1] != packed.numel()
-        or bool((offsets[1:] < offsets[:-1]).any())
-    ):  # compared, not subtracted: a difference can overflow
-        raise InputError(f"{path}: tensor {offsets_name!r} does not partition the {packed.numel()} values of {name!r}")
+    subject = f"{path}: tensor {offsets_name!r}"
+    if offsets.numel() == 0:
+        raise InputError(f"{subject}: must have at least one value, got none")
+    if offsets[0] != 0:
+        raise InputError(f"{subject}: must start with 0, got {offsets[0]}")
+    if offsets[-1] != packed.numel():
+        raise InputError(f"{subject}: must end with {packed.numel()}, the number of {name!r}, got {offsets[-1]}")
+    if len(smaller := (offsets[1:] < offsets[:-1]).nonzero()):  # compared, not subtracted: a difference can overflow
+        i = int(smaller[0])
+        raise InputError(f"{subject}: must not decrease, got {offsets[i]} then {offsets[i + 1]} at index {i}")
     bounds = offsets.tolist()
     return [packed[a:b].clone() for a, b in itertools.pairwise(bounds)]
 
@@ -189,15 +194,22 @@ def _unpack(path: Path, tensors: dict[str, torch.Tensor], name: str, offsets_nam
 def _check(logprobs: Logprobs) -> None:
     for name in ("tokens", "prompts"):
         rows = getattr(logprobs, name)
-        if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in rows):
-            raise InputError(f"{name}: expected a list of lists of token ids")
+        if not isinstance(rows, (list, tuple)):
+            raise InputError(f"{name}: expected a list of lists of token ids, got {type(rows).__name__}")
+        for i, row in enumerate(rows):
+            if not isinstance(row, (list, tuple)):
+                raise InputError(f"{name}: sequence {i}: expected a list of token ids, got {type(row).__name__}")
         if len(rows) > MAX_SEQUENCES:
             raise InputError(f"{name}: a file holds at most {MAX_SEQUENCES} sequences, got {len(rows)}")
         if sum(map(len, rows)) > MAX_TOKENS:
             raise InputError(f"{name}: a file holds at most {MAX_TOKENS} tokens, got {sum(map(len, rows))}")
         for i, row in enumerate(rows):
-            if any(type(t) is not int or not 0 <= t < 2**63 for t in row):
-                raise InputError(f"{name}: sequence {i}: every token id must be an int in [0, 2^63)")
+            for j, t in enumerate(row):
+                if type(t) is not int or not 0 <= t < 2**63:
+                    raise InputError(
+                        f"{name}: sequence {i}: every token id must be an int in [0, 2^63), got {t!r:.50} at position "
+                        f"{j}"
+                    )
     sequences = len(logprobs.tokens)
     for name in ("prompts", "logprobs"):
         if len(getattr(logprobs, name)) != sequences:
@@ -215,13 +227,13 @@ def _check(logprobs: Logprobs) -> None:
     for i, (row, values) in enumerate(zip(logprobs.tokens, logprobs.logprobs, strict=True)):
         if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
             kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
-            raise InputError(f"logprobs: sequence {i}: expected torch.float32, got {kind}")
+            raise InputError(f"logprobs: sequence {i}: expected a torch.float32 tensor, got {kind}")
         if list(values.shape) != [len(row)]:
             raise InputError(f"logprobs: sequence {i}: expected shape [{len(row)}], got {list(values.shape)}")
         # CPU tensors may have been computed on any device; a GPU tensor must match its own device's contract.
         if not on_host(values.device) and contract not in ("stock", contract_id(values.device)):
             raise InputError(
-                f"contract: sequence {i}'s logprobs are on {values.device}, expected its contract "
+                f"contract: sequence {i}'s logprobs are on {values.device}, so contract must be "
                 f"{contract_id(values.device)!r} or 'stock', got {contract!r}"
             )
     if not isinstance(logprobs.meta, dict):

@@ -52,8 +52,8 @@ class Patch:
         for name, value in options.items():
             if live.options[name] != value:
                 raise InputError(
-                    f"{name}: must be {live.options[name]}, with which {cls.engine} is already patched, got {value}. "
-                    "Undo that patch first"
+                    f"{name}: must be {live.options[name]}, as in the active patch of {cls.engine}, got {value}. Call "
+                    "undo() of the active patch first"
                 )
         return live
 
@@ -105,12 +105,12 @@ class Patch:
     def check_in_force(self, but: Iterable[str] = ()) -> None:
         """Raise UnsupportedError naming each name, except those in `but`, that other code has replaced since."""
         foreign = [
-            f"{replaced}: was replaced after {self.command}, by {described(now)}. Undo that replacement"
+            f"{replaced}: was replaced after {self.command}, by {described(now)}"
             for replaced in self._replaced
             if replaced.name not in but and (now := vars(replaced.owner).get(replaced.name)) is not replaced.new
         ]
         if foreign:
-            raise UnsupportedError("; ".join(foreign))
+            raise UnsupportedError("; ".join(foreign) + ". Undo that replacement")
 
     def undo(self) -> None:
         """Restore the engine. A second call does nothing.

@@ -1,4 +1,8 @@
-"""Allow-list policy for engine configurations: every field that is not known to be safe is rejected by name."""
+"""Allow-list policy for engine configurations: every field that is not known to be safe is rejected by name.
+
+Here are only the classes. The tables are `alignkit.vllm.policy` and `alignkit.megatron.policy`; a table decides which
+settings are accepted and so may not free a field that affects bits.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +38,8 @@ def only(field: str, wanted: Any, label: str = "") -> Row:
     """Return the row of a field that must equal `wanted`. label: common name of the feature that the field enables."""
     name = f"{field} ({label})" if label else field
     shown = repr(wanted).replace("{", "{{").replace("}", "}}")
-    unknown = "no value is supported, because alignkit does not know this field"
-    message = f"{name}: {unknown if wanted is REQUIRED else f'must be {shown}'}, got {{value!r}}"
+    unknown = "no value is supported, because alignkit does not know this field of this version"
+    message = f"{name}: {unknown if wanted is REQUIRED else f'must be {shown}'}, got {{value!r:.200}}"
     return Row(field, lambda value, _: value == wanted, message)
 
 

@@ -1,4 +1,7 @@
-"""Table of an engine's versions: the hook points of each, and whether the adapter supports it."""
+"""Table of an engine's versions: the hook points of each, and whether the adapter supports the version.
+
+Here are only the classes. The tables themselves are in `alignkit.vllm.versions` and `alignkit.megatron.versions`.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,8 @@ class Versions(Generic[Facts]):
         key = self.known(version)
         if key is not None and (facts := self.rows[key].runs) is not None:
             return facts
-        known = "unknown version." if key is None else "hook points known, but not validated."
-        runs = " and ".join(f"{key}{facts}" for key, row in self.rows.items() if (facts := row.runs) is not None)
-        raise UnsupportedError(f"{self.engine} {version}: {known} Supported versions: {runs}")
+        runs = ", ".join(f"{key}{facts}" for key, row in self.rows.items() if (facts := row.runs) is not None)
+        raise UnsupportedError(f"{self.engine} {version}: not supported. Install one of: {runs}")
 
     def unresolved(self, root: Path, version: str) -> list[str]:
         """Return the hook points of a known `version` that the package at `root` lacks, each with the reason."""
@@ -52,6 +54,7 @@ class Versions(Generic[Facts]):
         if (root, version) not in self._verified:
             if lacking := self.unresolved(root, version):
                 raise UnsupportedError(
-                    f"{self.engine} {version}: this build differs from the release: {'; '.join(lacking)}"
+                    f"{self.engine} {version}: must be the released package, but in this one these names are missing "
+                    f"or changed: {'; '.join(lacking)}. Reinstall the release"
                 )
             self._verified.add((root, version))

@@ -1,4 +1,7 @@
-"""Base class of the framework patches: hooks on imports of the framework's modules, and patches of the engines."""
+"""Base class of the framework patches: hooks on imports of the framework's modules, and patches of the engines.
+
+The frameworks themselves are in `verl` and `nemo_rl`; `engines.patch` is the base class of the engine patches.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,9 @@ def with_vocabulary(stock):
 
         state = stock(policy_cfg, megatron_cfg, *args, **kwargs)
         if state.draft_model is not None:
-            raise UnsupportedError("policy.draft.enabled: must be False, because speculative decoding is not supported")
+            raise UnsupportedError(
+                "policy.draft.enabled: must be False, because speculative decoding is not supported, got True"
+            )
         set_vocab_size(state.model, int(megatron_cfg.model.vocab_size))
         return state
 

@@ -31,9 +31,12 @@ from alignkit.integrations.recipe import check
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 FUSED = "verl.models.mcore.model_forward_fused"
 SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+"""verl's modules that `Patch` changes when they are imported."""
 EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
+"""Name of verl's worker extension; `ALIGNED_EXTENSION` derives from it."""
 ALIGNED_EXTENSION = "alignkit.integrations.verl_worker.WorkerExtension"
-TEMPERATURE_OF_PADDING = 1e-8  # same as verl: padding tokens have temperature 0
+TEMPERATURE_OF_PADDING = 1e-8
+"""Temperature of padding tokens, for which verl passes 0. It equals verl's clamp and affects no token in the loss."""
 
 _SERVER = "workers/rollout/vllm_rollout/vllm_async_server.py"
 HOOK_POINTS = (
@@ -136,7 +139,8 @@ def vocabulary_size(model_config: Any) -> int:
     """Return the vocabulary size in verl, the number of ids of the tokenizer."""
     if model_config.tokenizer is None:
         raise UnsupportedError(
-            "actor_rollout_ref.model.load_tokenizer: must be True, got False. The tokenizer sets the vocabulary size."
+            "actor_rollout_ref.model.load_tokenizer: must be True, because the tokenizer determines the vocabulary "
+            "size, got False"
         )
     return min(len(model_config.tokenizer), model_config.hf_config.vocab_size)
 
@@ -145,7 +149,7 @@ def only_megatron(stock):
     @functools.wraps(stock)
     def new(cls, model_type, backend, *args, **kwargs):
         if model_type == "language_model" and backend != "megatron":
-            raise UnsupportedError(f"strategy: must be 'megatron', got {backend!r}")
+            raise UnsupportedError(f"strategy: must be 'megatron', got {backend!r}. Set model_engine=megatron")
         return stock(cls, model_type, backend, *args, **kwargs)
 
     return new
@@ -186,13 +190,16 @@ def logits_processor(
     """
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
-    for name, asked in (
-        ("algorithm.adv_estimator (calculate_sum_pi_squared)", calculate_sum_pi_squared),
-        ("distillation (distillation_use_topk)", distillation_use_topk),
-        ("distillation (distillation_only)", distillation_only),
+    for setting, asked in (
+        (
+            "algorithm.adv_estimator: must be an estimator that does not set calculate_sum_pi_squared",
+            calculate_sum_pi_squared,
+        ),
+        ("distillation.enabled: must be False, got distillation with distillation_use_topk", distillation_use_topk),
+        ("distillation.enabled: must be False, got distillation with distillation_only", distillation_only),
     ):
         if asked:
-            raise UnsupportedError(f"{name}: not supported, because it computes other functions of the logits")
+            raise UnsupportedError(f"{setting}. alignkit computes only the logprobs of labels and the entropy")
     if logits.dtype != torch.float32:
         raise UnsupportedError(f"logits: must be torch.float32 from the aligned output layer, got {logits.dtype}")
     tp = TP(get_tensor_model_parallel_group())
@@ -229,7 +236,10 @@ def worker_extension(stock):
     @functools.wraps(stock)
     def name(server) -> str:
         if (asked := stock(server)) not in (EXTENSION, ALIGNED_EXTENSION):
-            raise UnsupportedError(f"worker extension: must be {EXTENSION}, got {asked}")
+            raise UnsupportedError(
+                f"{type(server).__name__}._get_worker_extension_cls: must return verl's extension, {EXTENSION}, got "
+                f"{asked}"
+            )
         return ALIGNED_EXTENSION
 
     return name

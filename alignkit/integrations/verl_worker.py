@@ -1,7 +1,7 @@
-"""The extension that verl adds to vLLM workers.
+"""The worker extension for verl: a class whose methods vLLM adds to its workers.
 
-The engine's configuration carries its name, `ALIGNED_EXTENSION` of `alignkit.integrations.verl`. A worker that cannot
-import it fails to start. It is alone in this file because the import needs verl's vLLM modules.
+vLLM imports the class by the name `ALIGNED_EXTENSION` of `alignkit.integrations.verl`, so both names change together.
+A worker that cannot import the class fails to start. The class has its own file because it needs verl's vLLM modules.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class WorkerExtension(vLLMColocateWorkerExtension):
             )
         given = self.vllm_config.additional_config[VOCAB_SIZE]
         padded = self.model_config.get_vocab_size()
-        if given != min(vocab_size, padded):
+        if given != (used := min(vocab_size, padded)):
             raise UnsupportedError(
-                f"vocab_size: verl passes {vocab_size} (at most the model's {padded} are used), but the vLLM engine "
-                f"was created with {given}; both must be equal"
+                f"vocab_size: must be {given}, with which the vLLM engine was created, got {used} (the smaller of "
+                f"verl's {vocab_size} and the model's {padded})"
             )
 
     def update_weights_from_ipc(self, *args, **kwargs) -> None:

@@ -31,4 +31,4 @@ def __getattr__(name: str):
     except ModuleNotFoundError as e:
         if (e.name or "").partition(".")[0] != "megatron":
             raise
-        raise UnsupportedError(f"{name}: Megatron-core is not installed ({e})") from None
+        raise UnsupportedError(f"{name}: Megatron-core is not installed ({e}). Install megatron-core") from None

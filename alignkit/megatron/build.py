@@ -131,8 +131,8 @@ def rotary_arguments(arch: Architecture) -> dict[str, Any]:
     given = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position)
     if given != MEGATRON_LLAMA3:
         raise UnsupportedError(
-            f"rope_scaling: low_freq_factor, high_freq_factor and original_max_position_embeddings must be "
-            f"{MEGATRON_LLAMA3}, which Megatron-core hard-codes, got {given}"
+            f"rope_scaling: (low_freq_factor, high_freq_factor, original_max_position_embeddings) must be "
+            f"{MEGATRON_LLAMA3}, because Megatron-core hard-codes them, got {given}"
         )
     return common | {"position_embedding_type": "rope", "rope_scaling": True, "rope_scaling_factor": scaling.factor}
 
@@ -239,15 +239,17 @@ def gpt_model(
     model = model.to(torch.cuda.current_device(), dtype)  # norms are created in fp32
     names = {name: whole_name(model, name) for name, _ in _tensors(model, arch)}
     model.load_state_dict({name: weights[whole] for name, whole in names.items() if whole in weights}, strict=False)
-    missing = set(names.values()) - set(weights)
-    if config.pipeline_model_parallel_size == 1:
-        missing |= set(weights) - set(names.values())
+    missing, others = set(names.values()) - set(weights), set(weights) - set(names.values())
     if missing:
-        raise InputError(
-            "weights: must have the names of the model's parameters; these names are in only one of the two: "
-            + ", ".join(sorted(missing))
-        )
+        raise InputError(f"weights: must contain all parameters of the model, but {_shown(missing)} are missing")
+    if others and config.pipeline_model_parallel_size == 1:
+        raise InputError(f"weights: must contain only the parameters of the model, got also {_shown(others)}")
     return model.eval()
+
+
+def _shown(names: set[str], most: int = 8) -> str:
+    """Return the first names as text, and the number of the others."""
+    return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def hybrid_spec(layer: ModuleSpec) -> ModuleSpec:
@@ -269,13 +271,18 @@ def hybrid_spec(layer: ModuleSpec) -> ModuleSpec:
 
 def _check_pattern(letters: str, arch: Architecture) -> None:
     if hybrid_model is None:
-        raise UnsupportedError("hybrid_layer_pattern: must be None; this version of Megatron-core has no HybridModel")
+        raise UnsupportedError(
+            "hybrid_layer_pattern: must be None, because this version of Megatron-core has no HybridModel, got "
+            f"{letters!r:.200}. Install megatron-core 0.18.2 or later"
+        )
     if isinstance(arch.rope_scaling, Llama3):
-        raise UnsupportedError("rope_scaling: must not be llama3 for a HybridModel, which does not implement it")
+        raise UnsupportedError(
+            "rope_scaling: must not be llama3 with hybrid_layer_pattern, because HybridModel lacks llama3"
+        )
     if arch.experts:
         raise UnsupportedError("hybrid_layer_pattern: must be None for models with experts (MoE)")
     if letters.replace("|", "") != "*-" * arch.layers:
-        raise InputError(f"hybrid_layer_pattern: must be '*-' for each of {arch.layers} layers, got {letters!r}")
+        raise InputError(f"hybrid_layer_pattern: must be '*-' for each of {arch.layers} layers, got {letters!r:.200}")
 
 
 def whole_name(model: GPTModel, name: str) -> str:

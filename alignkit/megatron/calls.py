@@ -1,6 +1,7 @@
-"""Argument checks of a GPTModel, its decoder and its head: tokens, masks, packed sequences, labels, temperature.
+"""Checks of a forward's arguments in a model, its decoder and its head: tokens, masks, labels, temperature.
 
-No numerics. Checks return the facts that all ranks must agree on; tests/megatron/test_arguments.py reads the messages.
+No numerics. `supported` checks the model itself, `policy` its configuration. The checks return the facts that all ranks
+must agree on. tests/megatron/test_arguments.py and test_rejections.py match the messages.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -18,17 +20,21 @@ from alignkit.runtime.families import on_host
 from .snapshot import device_of
 
 
-def _require(holds: torch.Tensor, kind: type[AlignkitError], message: str, *values: torch.Tensor) -> None:
-    """Raise kind(message), with the offending `values`, unless the boolean tensor `holds` is true.
+def _require(holds: torch.Tensor, kind: type[AlignkitError], message: str, offender: Callable[[], str]) -> None:
+    """Raise kind(message), with the description by `offender`, unless the boolean tensor `holds` is true.
 
-    On a GPU, outside of strict mode, the check is asynchronous: a device-side assertion prints `message` and stops all
-    further work of the process.
+    On a GPU, outside of strict mode, the check is asynchronous: a device-side assertion prints `message` alone and
+    stops all further work of the process.
     """
     if not on_host(holds.device) and not strict():
         torch._assert_async(holds, message)
     elif not holds:
-        found = [str(v) for t in values for v in t.reshape(-1).tolist()]
-        raise kind(message + (f", got {', '.join(found)}" if found else ""))
+        raise kind(f"{message}, got {offender()}")
+
+
+def _first(wrong: torch.Tensor) -> int:
+    """Return the index of the first true value of a vector."""
+    return int(wrong.nonzero()[0])
 
 
 def _check_tensor(
@@ -70,16 +76,17 @@ def check_input(
     """Check the arguments of GPTModel._preprocess; return the facts that ranks must agree on."""
     if inference_context is not None or _inferring():
         name = "InferenceMode: must be inactive" if inference_context is None else "inference_context: must be None"
-        raise UnsupportedError(f"{name}; Megatron's inference is not supported")
+        raise UnsupportedError(f"{name}, because Megatron's inference is not supported")
     if _quantizing():
-        raise UnsupportedError("fp8_autocast: must be off; TransformerEngine's fp8 and fp4 are not supported")
+        raise UnsupportedError("fp8_autocast: must be off, because TransformerEngine's fp8 and fp4 are not supported")
     device, config = device_of(model), model.config
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     given = "input_ids"
     if not model.pre_process:
         if decoder_input is not None:
             raise UnsupportedError(
-                "decoder_input: must be None after the first pipeline stage, which uses set_input_tensor instead"
+                "decoder_input: must be None on pipeline stages after the first, which receive their input by "
+                f"set_input_tensor(), got a {type(decoder_input).__name__}"
             )
         given, decoder_input = "input_tensor", model.decoder.input_tensor
     elif decoder_input is not None:
@@ -94,11 +101,12 @@ def check_input(
         raise InputError(f"{given}: must not be empty, got {b} sequences of {s} tokens")
     if s % (2 if config.context_parallel_size > 1 else 1):
         raise InputError(
-            f"{given}: context parallelism requires an even number of tokens per sequence and rank, got {s}"
+            f"{given}: must have an even number of tokens per sequence on each context-parallel rank, got {s}"
         )
     if s % ranks:
         raise InputError(
-            f"{given}: sequence parallelism requires a number of tokens per sequence divisible by tp = {ranks}, got {s}"
+            f"{given}: the number of tokens per sequence must be a multiple of tensor_model_parallel_size = {ranks} "
+            f"with sequence parallelism, got {s}"
         )
     if given == "input_ids":
         low, high = input_ids.aminmax()
@@ -106,14 +114,15 @@ def check_input(
         _require(
             (low >= 0) & (high < vocab_size),
             InputError,
-            f"input_ids: the lowest and highest id must be in [0, {vocab_size})",
-            low,
-            high,
+            f"input_ids: must be in [0, {vocab_size})",
+            lambda: f"ids from {low.item()} to {high.item()}",
         )
     if position_ids is not None and given == "input_ids":
         _check_tensor("position_ids", position_ids, (torch.int64, torch.int32), (None, s))
         if position_ids.shape[0] not in (1, b):
-            raise InputError(f"position_ids: dim 0 must be 1 or {b}, as of input_ids, got {position_ids.shape[0]}")
+            raise InputError(
+                f"position_ids: dim 0 must be 1 or {b}, the batch size of input_ids, got {position_ids.shape[0]}"
+            )
     if padding_mask is not None:
         _check_tensor("padding_mask", padding_mask, (torch.bool,), (b, s), device)
     packed = None if packed_seq_params is None else _check_packed(packed_seq_params, s, b, device, model)
@@ -169,7 +178,7 @@ def check_labels(vocab_size: int, shape: tuple[int, int], device: torch.device, 
         if wrong.any():
             row, column = wrong.nonzero()[0].tolist()
             raise InputError(
-                f"labels: must be in [0, {vocab_size}) or equal ignore_index, {requested.ignore_index}, got "
+                f"labels: must be in [0, {vocab_size}) or equal ignore_index = {requested.ignore_index}, got "
                 f"{labels[row, column].item()} at [{row}, {column}]"
             )
 
@@ -193,7 +202,7 @@ def _check_temperature(given, shape: tuple[int, int], device: torch.device) -> N
         try:
             values = torch.as_tensor(given, dtype=torch.float32, device="cpu").reshape(-1)
         except (OverflowError, RuntimeError):
-            raise InputError(f"temperature: must be positive and finite, got {given}") from None
+            raise InputError(f"temperature: must be positive and finite, got {given!r:.200}") from None
         wrong = values[~((values > 0) & (values < math.inf))]
         if wrong.numel():
             raise InputError(f"temperature: must be positive and finite, got {wrong[0].item()}")
@@ -216,7 +225,9 @@ def check_call(s: int, b: int, cp: CP, attention_mask, **arguments) -> dict:
     """
     for name, value in arguments.items():
         if name not in _BLOCK_ARGUMENTS and value is not None:
-            raise UnsupportedError(f"{name}: must be None; this argument of the decoder's forward is not supported")
+            raise UnsupportedError(
+                f"{name}: must be None, because the aligned decoder does not support it, got a {type(value).__name__}"
+            )
     if attention_mask is not None:
         if arguments.get("packed_seq_params") is not None:
             raise UnsupportedError("attention_mask: must be None with packed_seq_params")
@@ -249,13 +260,19 @@ def _check_packed(params, s: int, b: int, device: torch.device, model) -> tuple[
     if params.qkv_format != "thd":
         raise UnsupportedError(f"packed_seq_params.qkv_format: must be 'thd', got {params.qkv_format!r}")
     if b != 1:
-        raise UnsupportedError(f"packed_seq_params: requires a micro-batch size of 1, got {b}")
+        raise UnsupportedError(f"packed_seq_params: must be None unless the micro-batch size is 1, got size {b}")
     ranks = model.config.context_parallel_size
     group = getattr(params, "cp_group", None)
     if group not in (None, getattr(model.pg_collection, "cp", None)) and max(ranks, group.size()) > 1:
-        raise UnsupportedError("packed_seq_params.cp_group: must be None or the model's context-parallel group")
+        raise UnsupportedError(
+            f"packed_seq_params.cp_group: must be None or the model's context-parallel group of {ranks} ranks, got "
+            f"another group of {group.size()} ranks"
+        )
     if getattr(params, "local_cp_size", None) not in (None, ranks):
-        raise UnsupportedError(f"packed_seq_params.local_cp_size: must be None or {ranks}, got {params.local_cp_size}")
+        raise UnsupportedError(
+            f"packed_seq_params.local_cp_size: must be None or context_parallel_size = {ranks}, got "
+            f"{params.local_cp_size}"
+        )
     s *= ranks
     for name in fields[1:5]:
         if (value := getattr(params, name)) is not None:
@@ -271,32 +288,53 @@ def _check_packed(params, s: int, b: int, device: torch.device, model) -> tuple[
     q = packed_cu_seqlens(params)
     kv = params.cu_seqlens_kv if params.cu_seqlens_q_padded is None else params.cu_seqlens_kv_padded
     padded = "" if params.cu_seqlens_q_padded is None else "_padded"
-    differ = f"packed_seq_params: cu_seqlens_q{padded} and cu_seqlens_kv{padded} must be given and equal"
-    if q is None or kv is None or q.shape != kv.shape or not q.numel():
-        raise InputError(differ)
+    of_q, of_kv = (f"packed_seq_params.cu_seqlens_{side}{padded}" for side in ("q", "kv"))
+    for name, given in ((of_q, q), (of_kv, kv)):
+        if given is None:
+            raise InputError(f"{name}: required, got None")
+        if not given.numel():
+            raise InputError(f"{name}: must not be empty")
+    if q.shape != kv.shape:
+        raise InputError(f"{of_kv}: must equal {of_q}, which has {len(q)} values, got {len(kv)} values")
     if kv is not q:
-        _require((q == kv).all(), InputError, differ)
+        _require((q == kv).all(), InputError, f"{of_kv}: must equal {of_q}", lambda: _unequal(q, kv))
     lengths = q.diff()
     _require(
         (q[0] == 0) & (q[-1] == s) & (lengths >= 0).all(),
         InputError,
-        f"packed_seq_params: cu_seqlens must begin with 0, not decrease, and end at {s}, the number of tokens",
-        q,
+        f"{of_q}: must begin with 0, not decrease, and end at {s}, the number of tokens"
+        + (" of all context-parallel ranks" if ranks > 1 else ""),
+        lambda: _not_ascending(q, lengths),
     )
     if ranks > 1:
         _require(
             (q % (2 * ranks) == 0).all(),
             InputError,
-            f"packed_seq_params: cu_seqlens must be multiples of {2 * ranks} = 2 * context_parallel_size",
-            q,
+            f"{of_q}: must contain only multiples of 2 * context_parallel_size = {2 * ranks}",
+            lambda: f"{q[i := _first(q % (2 * ranks) != 0)].item()} at index {i}",
         )
     _require(
         (lengths <= longest).all(),
         InputError,
-        f"packed_seq_params: no sequence may be longer than max_seqlen = {longest}",
-        lengths,
+        f"packed_seq_params: each sequence must have at most max(max_seqlen_q, max_seqlen_kv) = {longest} tokens",
+        lambda: f"{lengths[i := _first(lengths > longest)].item()} tokens in sequence {i}",
     )
     return tuple(q.tolist()) if _reads_values(q.device) else tuple(q.shape)
+
+
+def _unequal(q: torch.Tensor, kv: torch.Tensor) -> str:
+    i = _first(q != kv)
+    return f"{kv[i].item()} instead of {q[i].item()} at index {i}"
+
+
+def _not_ascending(starts: torch.Tensor, lengths: torch.Tensor) -> str:
+    """Describe the first value of `cu_seqlens` that is wrong: the first, a smaller one, or the last."""
+    if starts[0] != 0:
+        return f"the first value {starts[0].item()}"
+    if (lengths < 0).any():
+        i = _first(lengths < 0)
+        return f"{starts[i + 1].item()} after {starts[i].item()} at index {i + 1}"
+    return f"the last value {starts[-1].item()}"
 
 
 def _check_causal(mask, s: int, b: int, cp: CP) -> None:
@@ -326,8 +364,10 @@ def _check_causal(mask, s: int, b: int, cp: CP) -> None:
     on_the_right = (token[:, 1:] <= token[:, :-1]).all()
     # Rank 0 has each sequence's first token. Other ranks may have only padding, which must be causal too.
     on_the_right &= token[:, 0].all() if cp.rank == 0 else (mask | ~causal).all()
+    other = (mask ^ causal) & token[:, :, None]
     _require(
-        on_the_right & ~((mask ^ causal) & token[:, :, None]).any(),
+        on_the_right & ~other.any(),
         UnsupportedError,
-        "attention_mask: must be causal, with padding on the right; other masks are not supported",
+        "attention_mask: must be causal for each sequence, with padding only on the right",
+        lambda: f"another value at {other.nonzero()[0].tolist()}" if other.any() else "padding on the left",
     )

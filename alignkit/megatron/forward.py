@@ -52,8 +52,8 @@ def init_hybrid(patch: Patch, stock):
         base, derived = given.arguments["rotary_base"], modules.rotations[model.rotary_pos_emb].base
         if base != derived:
             raise UnsupportedError(
-                "rotary_base: must have at most six significant digits for HybridModel, which stores only the "
-                f"frequencies (they give the base {derived}), got {base}"
+                "rotary_base: must have at most six significant digits with HybridModel, because alignkit derives it "
+                f"from the model's frequencies (here {derived}), got {base}"
             )
 
     return aligned
@@ -92,12 +92,13 @@ def _end(patch: Patch, model, hidden_states, call: dict[str, Any], stock: Callab
     def checks() -> dict:
         hooks.check_hooks()
         if hook is not None and hook is not head.output_processor:
-            raise UnsupportedError(f"output_processor: must be alignkit.megatron.output_processor, got {hook!r}")
+            raise UnsupportedError(f"output_processor: must be alignkit.megatron.output_processor, got {hook!r:.200}")
         if not model.post_process:
             return {}
         why = supported.stock_head_reason(model)
         if why and (hook is not None or requested is not None or labels is not None):
-            raise UnsupportedError(f"labels / output_processor: must be None, because the output layer {why}")
+            name = "labels" if hook is None else "output_processor"
+            raise UnsupportedError(f"{name}: must be None for this model, because its output layer {why}")
         if hook is None and requested is None and labels is None:
             gather = call.get("runtime_gather_output")
             return {"labels": None, "runtime_gather_output": None if gather is None else bool(gather)}
@@ -241,7 +242,7 @@ def schedule(patch: Patch, stock):
         order = [number for chunk in itertools.zip_longest(*layers, fillvalue=()) for own in chunk for number in own]
         if chunks and order != list(range(1, models.depth(chunks[0]) + 1)):
             raise InputError(
-                f"pipeline: the stages must have layers 1 to {models.depth(chunks[0])} in order, got {order}"
+                f"pipeline: the stages must have layers 1 to {models.depth(chunks[0])} in order, got {order!s:.200}"
             )
         return stock(*args, **kwargs)
 
@@ -300,7 +301,8 @@ def require_aligned_block(stock):
     def forward(block, *args, **kwargs):
         if not isinstance(block, modules.DecoderBlock):
             raise UnsupportedError(
-                f"{type(block).__name__}: must be the decoder of a model that patch_megatron has patched"
+                f"{type(block).__name__}: must be the decoder of one of {models.NAMES}, and be called by the forward() "
+                "of this model"
             )
         return stock(block, *args, **kwargs)
 

@@ -140,7 +140,10 @@ def request_from(context: Any) -> LogProbsRequest:
     try:
         temperature = context.temperature
     except AttributeError:
-        raise InputError(f"output_processor_context: must have a temperature, got a {type(context).__name__}") from None
+        raise InputError(
+            f"output_processor_context: must have an attribute temperature, got a {type(context).__name__}. Pass a "
+            "LogProbsRequest"
+        ) from None
     return LogProbsRequest(
         temperature, getattr(context, "return_entropy", True), getattr(context, "ignore_index", -100)
     )
@@ -159,7 +162,8 @@ def label_logprobs(
     vocab_size = modules.vocabulary.get(output_layer) if isinstance(output_layer, modules.OutputLayer) else None
     if vocab_size is None:
         raise UnsupportedError(
-            "output_layer: must be that of a model that patch_megatron has patched, inside or after its forward()"
+            "output_layer: must be the output layer of a model whose forward() has begun since patch_megatron, got "
+            f"another {type(output_layer).__name__}"
         )
     tp = TP(output_layer.tp_group)
     s, b = hidden.shape[0] * (tp.size if output_layer.sequence_parallel else 1), hidden.shape[1]
@@ -209,14 +213,14 @@ class VocabParallelCrossEntropy:
             sizes = {self.vocab_size}
         if len(sizes) > 1:
             raise UnsupportedError(
-                f"logits: with {columns} columns, the vocabulary size must be unique, but the patched models with as "
-                f"many columns have {' and '.join(map(str, sorted(sizes)))} ids. Pass labels to the model, or call "
+                f"vocab_size: must be equal in all patched models whose output layer has {columns} columns on a rank, "
+                f"got {' and '.join(map(str, sorted(sizes)))}. Pass labels to the model, or call "
                 "alignkit.megatron.logprobs"
             )
         if not sizes:
             raise InputError(
-                f"vocab_size: required, because no patched model has logits with {columns} columns. Pass it to "
-                "patch_megatron"
+                f"vocab_size: required, because no patched model has an output layer with {columns} columns on a rank. "
+                "Pass vocab_size to patch_megatron"
             )
         return sizes.pop()
 
@@ -230,7 +234,8 @@ class VocabParallelCrossEntropy:
             if label_smoothing:
                 raise UnsupportedError(f"label_smoothing: must be 0, got {label_smoothing}")
             if not isinstance(logits, torch.Tensor) or not logits.dim():
-                raise InputError(f"logits: expected fp32 [..., V / tp], got {type(logits).__name__}")
+                given = f"a {'0-d ' if isinstance(logits, torch.Tensor) else ''}{type(logits).__name__}"
+                raise InputError(f"logits: expected fp32 [..., V / tp], got {given}")
             if logits.dtype != torch.float32:
                 raise UnsupportedError(
                     f"logits: must be fp32, as the aligned output layer returns them, got {logits.dtype}"

@@ -125,7 +125,10 @@ def _check_original(cls: type, name: str, value: Any) -> None:
         and function.__globals__ is vars(sys.modules[cls.__module__])
         and function.__code__.co_qualname.startswith(f"{cls.__qualname__}.")
     ):
-        raise UnsupportedError(f"{dotted(cls)}.{name}: was replaced by {described(value)}. Undo that replacement")
+        raise UnsupportedError(
+            f"{dotted(cls)}.{name}: must be the method that the class defines, got {described(value)}. Undo that "
+            "replacement"
+        )
 
 
 def _decorates(function: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Supported model classes, as far as the installed Megatron-core has them. No numerics."""
+"""Supported model classes of the installed Megatron-core, and the layers of a HybridModel's pattern. No numerics.
+
+Checks of a model's settings are in `supported`.
+"""
 
 from __future__ import annotations
 

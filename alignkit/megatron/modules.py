@@ -208,8 +208,13 @@ def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group
 
     freqs: the table of the aligned RotaryEmbedding, which includes YaRN's `mscale`.
     """
-    if freqs.dim() != 2 or mscale != attention_factor(config):
-        raise UnsupportedError("apply_rotary_pos_emb: freqs must be what rotary_pos_emb of a patched model returns")
+    if freqs.dim() != 2:
+        raise UnsupportedError(
+            "freqs: must be the table [positions, rotary_dim] that rotary_pos_emb of a patched model returns, got "
+            f"shape {tuple(freqs.shape)}"
+        )
+    if mscale != (factor := attention_factor(config)):
+        raise UnsupportedError(f"mscale: must be {factor}, the attention factor of the configuration, got {mscale}")
     positions = _positions(t, cu_seqlens, config, cp_group)
     return ops.rope(t.reshape(-1, *t.shape[-2:]), positions, freqs, rotary_dim=freqs.shape[1]).view(t.shape)
 
@@ -389,7 +394,9 @@ class DecoderBlock(torch.nn.Module):
                     f"{name}: must be called inside its model's forward(), which runs alignkit's checks"
                 )
             if checked_packed_seq_params.pop(self) is not kwargs.get("packed_seq_params"):
-                raise UnsupportedError("packed_seq_params: must be the object that the model's forward() received")
+                raise UnsupportedError(
+                    "packed_seq_params: must be the object that the model's forward() received, got another one"
+                )
             s, b = (hidden_states if self.pre_process else self.input_tensor).shape[:2]
             return calls.check_call(s * ranks, b, cp, attention_mask, **kwargs)
 
@@ -428,7 +435,7 @@ def residual_add(training: bool, fused: bool):
     def add(x_with_bias, residual, dropout):
         x, bias = x_with_bias
         if bias is not None:
-            raise UnsupportedError("add_bias_linear: must be False, but a layer's output has a bias")
+            raise UnsupportedError("add_bias_linear: must be False, got a layer whose output has a bias")
         if training and dropout > 0:
             raise UnsupportedError(f"hidden_dropout: must be 0 in training, got {dropout}")
         return x + residual

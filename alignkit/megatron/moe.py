@@ -43,7 +43,8 @@ def topk_routing(
     enabled = {name: value for name, value in others.items() if value is not False}
     for name, value in {"router_replay": router_replay, **enabled}.items():
         if value is not None:
-            raise UnsupportedError(f"topk_routing_with_score_function: {name}: must be None, got {value!r:.200}")
+            allowed = "None" if name == "router_replay" else "None or False"
+            raise UnsupportedError(f"topk_routing_with_score_function: {name}: must be {allowed}, got {value!r:.200}")
     sigmoid = score_function == "sigmoid"
     weights, ids = ops.moe_router(
         logits,

@@ -84,7 +84,9 @@ def is_active() -> bool:
 def active() -> Patch:
     """Return the active patch. Raises UnsupportedError if there is none."""
     if (live := Patch.live()) is None:
-        raise UnsupportedError("patch_megatron: must be called first; Megatron-core is not patched in this process")
+        raise UnsupportedError(
+            "patch_megatron: must be called first, because Megatron-core is not patched in this process"
+        )
     return live
 
 
@@ -140,7 +142,9 @@ class Patch(engine_patch.Patch):
         try:
             import megatron.core
         except ModuleNotFoundError as e:
-            raise UnsupportedError(f"patch_megatron: Megatron-core is not installed ({e})") from None
+            raise UnsupportedError(
+                f"patch_megatron: Megatron-core is not installed ({e}). Install megatron-core"
+            ) from None
 
         self.version = megatron.core.__version__
         self.has_hook = VERSIONS.require(self.version).hook

@@ -1,4 +1,8 @@
-"""Patching of models: checks their modules against an allow-list and swaps their classes. No numerics."""
+"""Patching of models: checks their modules against an allow-list and swaps their classes. No numerics.
+
+The aligned classes are in `modules`, `moe` and `te`; `supported` checks each module's settings. A class may be added to
+`STRUCTURE` only if it does no arithmetic that rounds.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
+from alignkit.engines.patch import described
 from alignkit.errors import InputError, UnsupportedError
 
 from . import fingerprint, hooks, modules, moe, policy, supported, te
@@ -111,9 +116,11 @@ class Models:
         """
         own = vars(model).get(modules.VOCAB_SIZE, self.vocab_size)
         if own is None:
-            raise InputError("vocab_size: required. Pass it to patch_megatron, or call set_vocab_size for this model")
+            raise InputError(
+                "vocab_size: required. Pass vocab_size to patch_megatron, or call set_vocab_size for this model"
+            )
         if own > model.vocab_size:
-            raise InputError(f"vocab_size: must be at most the model's padded size {model.vocab_size}, got {own}")
+            raise InputError(f"vocab_size: must be at most {model.vocab_size}, the model's padded size, got {own}")
         return own
 
     def _check_modules(self, model, found: list[tuple[str, torch.nn.Module]], for_forward: bool) -> dict:
@@ -125,8 +132,10 @@ class Models:
             cls = type(module)
             if ignored_prefix is not None and path.startswith(ignored_prefix):
                 if any(p is not None for p in module._parameters.values()):
+                    names = ", ".join(name for name, p in module._parameters.items() if p is not None)
                     raise UnsupportedError(
-                        f"{path}: must not have parameters, because alignkit computes its parent module without it"
+                        f"{path}: must not have parameters, because alignkit does not run this module of "
+                        f"TransformerEngine, got {names}"
                     )
                 continue
             below_experts = experts_prefix is not None and path.startswith(experts_prefix)
@@ -137,7 +146,8 @@ class Models:
                 )
             if (name := self.methods.overridden_method(module, aligned or cls)) is not None:
                 raise UnsupportedError(
-                    f"{path or 'model'}.{name}: this method was replaced by other code. Undo that replacement"
+                    f"{path or 'model'}.{name}: must be the method of {cls.__qualname__}, but an attribute of the "
+                    f"module replaces it, got {described(vars(module)[name])}. Delete the attribute"
                 )
             in_moe_layer = moe_prefix is not None and path.startswith(moe_prefix)
             supported.check_module(path, module, model.config, devices, in_moe_layer)

@@ -50,9 +50,11 @@ UNUSED = {
 }
 """Reason why a field does not affect numerics -> such fields, which frameworks set and aligned models never read."""
 _TRANSPORTS = {None, "p2p", "all_gather", "a2a"}
+"""Supported values of `cp_comm_type`, which aligned attention ignores."""
 _BALANCED = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
 """Load balancing that only affects gradients and the expert bias."""
 _SCORES = {"softmax", "sigmoid"}
+"""Score functions of `ops.moe_router`."""
 
 
 def _heads_refusal(config) -> str | None:

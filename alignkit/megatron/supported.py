@@ -1,7 +1,7 @@
 """Checks of a built model: its settings, its rotary embedding and each of its modules.
 
 Anything unsupported is rejected by name. `policy` checks the configuration, and `calls` checks the arguments of a
-forward.
+forward. A module attribute that a check reads must also be in `snapshot.CHECKED`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def check_model(model) -> None:
         raise UnsupportedError(why)
     whole = model.config.pipeline_model_parallel_size == 1
     if whole and not (model.pre_process and model.post_process):
-        raise UnsupportedError("pre_process / post_process: must both be True with pipeline_model_parallel_size = 1")
+        raise UnsupportedError(
+            "pre_process, post_process: must both be True with pipeline_model_parallel_size = 1, got "
+            f"{model.pre_process} and {model.post_process}"
+        )
     ranks = _group_size(getattr(model.pg_collection, "cp", None))
     if ranks != model.config.context_parallel_size:
         raise UnsupportedError(
@@ -43,15 +46,20 @@ def check_model(model) -> None:
             f"{model.config.context_parallel_size}"
         )
     if model.mtp_process:
-        raise UnsupportedError("mtp_block_spec (multi-token prediction, MTP): must be None")
+        raise UnsupportedError(
+            "mtp_num_layers (multi-token prediction, MTP): must be None or 0, with mtp_block_spec = None, got a model "
+            "with MTP layers"
+        )
     if model.position_embedding_type not in ("rope", "yarn"):
         raise UnsupportedError(
             f"position_embedding_type: must be 'rope' or 'yarn', got {model.position_embedding_type!r}"
         )
-    if not 0 < (percent := _rotary_percent(model)) <= 1 or rotary_dim(model) % 2 or not rotary_dim(model):
+    if not 0 < (percent := _rotary_percent(model)) <= 1:
+        raise UnsupportedError(f"rotary_percent: must be in (0, 1], got {percent}")
+    if rotary_dim(model) % 2 or not rotary_dim(model):
         raise UnsupportedError(
-            f"rotary_percent: must give a positive even number of kv_channels = {model.config.kv_channels} dimensions, "
-            f"got {percent}"
+            "rotary_percent: int(kv_channels * rotary_percent) must be a positive even number, got "
+            f"int({model.config.kv_channels} * {percent}) = {rotary_dim(model)}"
         )
     if whole and model.config.num_moe_experts is not None and not modules.expert_ranks(model):
         raise UnsupportedError(
@@ -133,8 +141,8 @@ def check_rotary(model) -> tuple[float, Scaling | None]:
     expected = 1.0 if scaling is None else scaling.attention_factor
     if (factor := modules.attention_factor(model.config)) != expected:
         raise UnsupportedError(
-            f"yarn_rotary_scaling_factor / yarn_mscale / yarn_mscale_all_dim: must give the attention factor "
-            f"{expected} of the model's {type(rotary).__name__}, got {factor}"
+            "yarn_rotary_scaling_factor, yarn_mscale, yarn_mscale_all_dim: must give the same attention factor as the "
+            f"model's {type(rotary).__name__}, {expected}, got {factor}"
         )
     return base, scaling
 
@@ -148,8 +156,8 @@ def _base(rotary, head_dim: int) -> float:
     base = float(f"{derived:.6g}")
     if not 1 < base < 2**40 or abs(derived / base - 1) > 2.0**-21:
         raise UnsupportedError(
-            "rotary_pos_emb: its lowest frequency must be that of a rotary_base in (1, 2^40) with at most six "
-            f"significant digits, got {lowest}"
+            "rotary_pos_emb: the rotary_base derived from its lowest frequency must be in (1, 2^40) and have at most "
+            f"six significant digits, got {derived} from the frequency {lowest}"
         )
     return base
 
@@ -158,7 +166,7 @@ def _yarn(rotary, base: float, head_dim: int) -> Yarn:
     factor, mscales = rotary.scaling_factor, (rotary.mscale, rotary.mscale_all_dim)
     if None not in mscales and 0 in mscales and mscales != (1, 0):
         raise UnsupportedError(
-            f"yarn_mscale / yarn_mscale_all_dim: must both be nonzero, or be 1 and 0, got {mscales[0]} and {mscales[1]}"
+            f"yarn_mscale, yarn_mscale_all_dim: must both be nonzero, or be 1 and 0, got {mscales[0]} and {mscales[1]}"
         )
     _require_near(rotary.inv_freq, plain(head_dim, base))
     _require_near(rotary.inv_freq_extra, plain(head_dim, base))
@@ -185,8 +193,8 @@ def _llama3(rotary, base: float, head_dim: int, scaled: bool) -> Llama3 | None:
     factor = float(Fraction(ratio).limit_denominator(64)) if 0 < ratio < 2**20 else 0.0
     if factor < 1:
         raise UnsupportedError(
-            "rotary_pos_emb: its lowest frequency must be that of rotary_base divided by a rope_scaling_factor in "
-            f"[1, 2^20), got a division by {ratio}"
+            "rotary_pos_emb: the rope_scaling_factor derived from its lowest frequency must be in [1, 2^20), got "
+            f"{ratio}"
         )
     scaling = Llama3(factor, *MEGATRON_LLAMA3)
     _require_near(rotary.inv_freq, scaling.frequencies(head_dim, base))
@@ -206,7 +214,7 @@ def _require_near(actual: torch.Tensor, expected: list[float]) -> None:
     if not torch.allclose(actual, wanted, rtol=2.0**-18, atol=0.0):
         i = int(((actual - wanted) / wanted).abs().argmax())  # a NaN counts as the maximum
         raise UnsupportedError(
-            f"rotary_pos_emb: inv_freq[{i}] must be {wanted[i].item()}, computed from its base and scaling, got "
+            f"rotary_pos_emb: inv_freq[{i}] must be {wanted[i].item()}, computed from rotary_base and the scaling, got "
             f"{actual[i].item()}"
         )
 
@@ -280,7 +288,7 @@ def check_moe_layer(path: str, layer, for_forward: bool) -> None:
     if for_forward and layer.training and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise UnsupportedError(
             "sequence_parallel: must be True when training an MoE model with tensor parallelism, as in stock "
-            "Megatron-core"
+            "Megatron-core, got False"
         )
     if for_forward and layer.training and layer.experts.tp_group.size() != config.tensor_model_parallel_size:
         weight = next(layer.experts.parameters())
@@ -339,8 +347,8 @@ def check_layer(path: str, layer: torch.nn.Module, bda: tuple) -> None:
             continue  # an attention or MLP layer of a HybridModel
         if own.get(residual_add) not in bda:
             raise UnsupportedError(
-                f"{path}.{residual_add}: must be Megatron's get_bias_dropout_add, got {own.get(residual_add)!r}"
+                f"{path}.{residual_add}: must be Megatron's get_bias_dropout_add, got {own.get(residual_add)!r:.200}"
             )
     for name in ("bias_dropout_add_exec_handler", "off_interface"):
         if not getattr(own.get(name), "__module__", "torch.").startswith(("torch.", "megatron.core.")):
-            raise UnsupportedError(f"{path}.{name}: must come from PyTorch or Megatron-core, got {own[name]!r}")
+            raise UnsupportedError(f"{path}.{name}: must come from PyTorch or Megatron-core, got {own[name]!r:.200}")

@@ -1,4 +1,8 @@
-"""Versions of Megatron-core, one row each; no other file depends on a version."""
+"""Versions of Megatron-core, one row each; no other file depends on a version.
+
+A new row needs its hook points in `hook_points` and a run of tests/megatron with that version. docs/megatron.md lists
+the versions.
+"""
 
 from __future__ import annotations
 

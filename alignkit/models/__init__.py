@@ -1,6 +1,7 @@
-"""Model families that alignkit supports, each a file of data. Imports neither engine.
+"""Model families that alignkit supports, each a file of data, and the readers of HF directories. Imports no engine.
 
-CONTRIBUTING.md, "Adding a dense model family", lists the other places that a new family changes.
+`family` is the schema of the data, `config` reads config.json, `checkpoint` reads the weights, and `fields` lists the
+fields of config.json. CONTRIBUTING.md, "Adding a dense model family", lists what a new family changes.
 """
 
 from alignkit.models.family import Family

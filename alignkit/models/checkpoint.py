@@ -1,4 +1,7 @@
-"""Reader for the safetensors of an HF directory; rejects additional weight files that vLLM would load."""
+"""Reader for the safetensors of an HF directory; rejects additional weight files that vLLM would load.
+
+`alignkit.convert` re-exports `Checkpoint`. `config` reads config.json; `convert.check_weights` compares the tensors.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,15 @@ class Checkpoint(Mapping):
         self._files = {}
         for name in files:
             if not (root / name).is_file():
-                raise InputError(f"model: {root} has no {name}" + (f", which {index.name} lists" if weight_map else ""))
+                why = f"which {index.name} lists" if weight_map else f"and no {index.name}"
+                raise InputError(f"model: {root} has no {name}, {why}")
             try:
                 file = safe_open(root / name, framework="pt")
             except (OSError, SafetensorError) as e:
                 raise InputError(f"model: cannot read {root / name}: {e}") from None
             for tensor in file.keys():
                 if tensor in self._files:
-                    raise InputError(f"model: {root}: two files contain the tensor {tensor!r}")
+                    raise InputError(f"model: {root}: two files contain the tensor {tensor!r}, one of them {name}")
                 self._files[tensor] = file
         for tensor in sorted(weight_map.keys() - self._files.keys()):
             raise InputError(f"model: {weight_map[tensor]} has no tensor {tensor!r}, which {index} lists")
@@ -66,10 +70,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Return the index's map of tensor names to file names."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"model: {index} has no weight_map")
+        raise InputError(f"model: {index}: weight_map must be a nonempty JSON object, got {weight_map!r:.200}")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(f"model: {index}: {tensor!r}: must be in a file of this directory, got {name!r:.200}")
+            raise InputError(
+                f"model: {index}: weight_map[{tensor!r:.200}] must name a file in the same directory, got {name!r:.200}"
+            )
     return weight_map
 
 
@@ -81,6 +87,10 @@ def _refuse_other_files(root: Path, files: list[str], indexed: bool) -> None:
     """
     for name in sorted(glob.glob("*.safetensors", root_dir=root)):
         if name not in files and (not indexed or name.startswith("consolidated")):
-            raise UnsupportedError(f"model: {root / name} is next to {files[0]}, and vLLM would load it. Remove it")
+            raise UnsupportedError(
+                f"model: {root / name}: vLLM would load this file, but alignkit would not. Remove the file"
+            )
     if (root / "hf_quant_config.json").exists():
-        raise UnsupportedError(f"hf_quant_config.json: quantized checkpoints are not supported, found one in {root}")
+        raise UnsupportedError(
+            f"hf_quant_config.json: must not exist, because quantized checkpoints are not supported, found in {root}"
+        )

@@ -1,7 +1,8 @@
 """Reader for config.json: returns the architecture, or rejects the first field that alignkit does not support.
 
-`Architecture` and `read_architecture` are re-exported by `alignkit.convert`. The weight tables in `models.family` name
-fields of `Architecture`.
+`fields` lists the accepted fields; `family` and the family files describe what differs between families.
+`alignkit.convert` re-exports `Architecture` and `read_architecture`. The weight tables in `family` refer to fields of
+`Architecture` by name, so a renamed field changes there too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from alignkit.models.family import (
 from alignkit.models.fields import HARMLESS, MUST_BE, MUST_BE_OFF, READ
 
 VOCAB_MULTIPLE = 128
-"""Vocabulary padding multiple for one tensor-parallel rank; Megatron's make_vocab_size_divisible_by."""
+"""Vocabulary padding multiple for one tensor-parallel rank. It equals the default of Megatron's
+make_vocab_size_divisible_by; padding rows affect no bits, so it is not part of the contract."""
 _ROPE_FIELDS = frozenset(("rope_theta", "rope_type", "type", "partial_rotary_factor"))
 ROPE_TYPES = {
     "default": (),
@@ -233,8 +235,10 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         if field not in config:
             raise InputError(f"{field}: required, but missing in {path}")
         value = if_null if config[field] is None else config[field]
-        if type(value) is not int or not 0 < value < 2**31:
+        if type(value) is not int or value < 1:
             raise InputError(f"{field}: must be a positive integer, got {config[field]!r:.200} in {path}")
+        if value >= 2**31:
+            raise InputError(f"{field}: must be less than 2^31, got {value!r:.200} in {path}")
         return value
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
@@ -293,17 +297,19 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
     _check_routing(arch, family)
     if isinstance(rope_scaling, Yarn) and rotary_factor != 1:
         raise UnsupportedError(
-            "partial_rotary_factor: must be 1 with YaRN, which rotates whole heads in Megatron-core, got "
+            "partial_rotary_factor: must be 1 with YaRN, because Megatron-core's YaRN rotates whole heads, got "
             f"{rotary_factor}"
         )
     if arch.rotary_dim % 2 or not arch.rotary_dim:
+        if rotary_factor == 1:
+            raise InputError(f"head_dim: must be even, because RoPE rotates pairs of dimensions, got {arch.head_dim}")
         raise InputError(
-            f"partial_rotary_factor: must give a positive even number of head_dim = {arch.head_dim} dimensions, got "
-            f"{rotary_factor}"
+            "partial_rotary_factor: int(head_dim * partial_rotary_factor) must be a positive even number, got "
+            f"int({arch.head_dim} * {rotary_factor}) = {arch.rotary_dim}"
         )
     if arch.top_k > arch.experts:
         raise InputError(
-            f"num_experts_per_tok: must be at most the number of experts, {arch.experts}, got {arch.top_k}"
+            f"num_experts_per_tok: must be at most {arch.experts}, the number of experts, got {arch.top_k}"
         )
     if arch.heads % arch.kv_heads:
         raise InputError(f"num_key_value_heads: must divide num_attention_heads = {arch.heads}, got {arch.kv_heads}")
@@ -314,14 +320,20 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
             f"head_dim: must be hidden_size / num_attention_heads = {hidden / heads:g}, which vLLM assumes for "
             f"{family.name}, got {arch.head_dim}"
         )
-    kinds = config.get("layer_types")
-    if kinds is not None and not (
-        isinstance(kinds, list) and len(kinds) == arch.layers and all(kind == "full_attention" for kind in kinds)
-    ):
-        raise UnsupportedError(
-            f"layer_types: must be full_attention for each of {arch.layers} layers, got {kinds!r:.200}"
-        )
+    _check_layer_types(config.get("layer_types"), layers)
     return arch
+
+
+def _check_layer_types(kinds: Any, layers: int) -> None:
+    if kinds is None:
+        return
+    if not isinstance(kinds, list):
+        raise UnsupportedError(f"layer_types: must be a list with an entry for each layer, got {kinds!r:.200}")
+    if len(kinds) != layers:
+        raise UnsupportedError(f"layer_types: must have num_hidden_layers = {layers} entries, got {len(kinds)}")
+    for i, kind in enumerate(kinds):
+        if kind != "full_attention":
+            raise UnsupportedError(f"layer_types: entry {i} must be 'full_attention', got {kind!r:.200}")
 
 
 def _check_routing(arch: Architecture, family: Family) -> None:
@@ -329,18 +341,19 @@ def _check_routing(arch: Architecture, family: Family) -> None:
     if family.experts is None or arch.score == "softmax":
         return
     if arch.experts % arch.groups:
-        raise InputError(f"n_group: must divide the number of experts, {arch.experts}, got {arch.groups}")
+        raise InputError(f"n_group: must divide {arch.experts}, the number of experts, got {arch.groups}")
     if arch.top_groups > arch.groups:
         raise InputError(f"topk_group: must be at most n_group = {arch.groups}, got {arch.top_groups}")
-    if arch.top_k > arch.experts // arch.groups * arch.top_groups:
+    if arch.top_k > (eligible := arch.experts // arch.groups * arch.top_groups):
         raise InputError(
-            f"num_experts_per_tok: must be at most the number of experts in {arch.top_groups} of {arch.groups} groups, "
-            f"got {arch.top_k}"
+            f"num_experts_per_tok: must be at most {eligible}, the number of experts in topk_group = {arch.top_groups} "
+            f"of n_group = {arch.groups} groups, got {arch.top_k}"
         )
     if arch.groups > 1 and arch.top_k // arch.top_groups != 2:
         raise UnsupportedError(
-            f"topk_group: num_experts_per_tok // topk_group must be 2, got {arch.top_k} // {arch.top_groups}. vLLM "
-            f"scores a group by its two best experts, Megatron-core by its {arch.top_k // arch.top_groups} best"
+            f"topk_group: num_experts_per_tok // topk_group must be 2, got {arch.top_k} // {arch.top_groups} = "
+            f"{arch.top_k // arch.top_groups}. vLLM scores a group by its two best experts, Megatron-core by its "
+            "num_experts_per_tok // topk_group best"
         )
     if arch.normalize_top_k != (arch.top_k > 1):
         raise UnsupportedError(
@@ -372,7 +385,7 @@ def _dense_layers(listed: Any, step: int, layers: int) -> tuple[int, ...]:
     if len(dense) == layers:
         raise UnsupportedError(
             "mlp_only_layers / decoder_sparse_step: at least one layer must have experts, got mlp_only_layers = "
-            f"{listed}, decoder_sparse_step = {step}, which make all {layers} layers dense"
+            f"{listed!r:.200} and decoder_sparse_step = {step}, which make all {layers} layers dense"
         )
     return dense
 
@@ -394,14 +407,15 @@ def _check_fields(config: Mapping, family: Family) -> None:
                 )
         elif field not in HARMLESS and value is not None and value is not False and not isinstance(value, str):
             raise UnsupportedError(
-                f"{field}: alignkit does not know this field of {family.name}, got {value!r:.200}. An engine may use "
-                "it; if it does not affect numerics, remove it from config.json"
+                f"{field}: must be absent, null, false or a string, because alignkit does not know this field of "
+                f"{family.name}, got {value!r:.200}. Remove the field from config.json if neither engine uses it"
             )
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedError(f"hidden_act: must be 'silu', got {config['hidden_act']!r:.200}")
     if family.sliding_window == "must be null" and "sliding_window" not in config:
         raise UnsupportedError(
-            f"sliding_window: must be null, but is missing; then transformers uses a sliding window for {family.name}"
+            "sliding_window: must be null in config.json, but is missing, for which transformers uses a sliding window "
+            f"with {family.name}. Add it as null"
         )
     if family.sliding_window != "unused" and config.get("sliding_window") is not None:
         raise UnsupportedError(f"sliding_window: must be null, got {config['sliding_window']!r:.200}")
@@ -422,9 +436,11 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float
             raise InputError(f"{field}: must be an object, got {rope!r:.200}")
         names = [rope[name] for name in ("rope_type", "type") if name in rope] or ["default"]
         for name in names:
-            if name not in list(ROPE_TYPES) or name != names[0]:
+            if name not in list(ROPE_TYPES):
                 known = ", ".join(ROPE_TYPES)
                 raise UnsupportedError(f"{field}: rope_type: must be one of {known}, got {name!r:.200}")
+            if name != names[0]:
+                raise UnsupportedError(f"{field}: rope_type and type must be equal, got {names[0]!r} and {name!r}")
         parts.append(rope.get("partial_rotary_factor"))
         if family.rotary_factor is None and parts[-1] not in (None, 1):
             raise UnsupportedError(
@@ -439,7 +455,8 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float
             bases[f"{field}: rope_theta"] = rope["rope_theta"]
     if len(set(scalings.values())) > 1:
         raise InputError(
-            "rope_scaling / rope_parameters: must specify the same scaling, but differ. Remove one of them"
+            f"rope_scaling, rope_parameters: must specify the same scaling, got {scalings['rope_scaling']} and "
+            f"{scalings['rope_parameters']}. Remove one of the two fields"
         )
     scaling = next(iter(scalings.values()), None)
     part = _rotary_factor([part for part in parts if part is not None], family)
@@ -449,8 +466,8 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float
         raise InputError("rope_theta: required, but missing in config.json")
     values = [_positive(*item) for item in bases.items()]
     if len(set(values)) > 1:
-        given = "; ".join(f"{field} is {value}" for field, value in bases.items())
-        raise InputError(f"rope_theta: must be the same everywhere in config.json, but {given}")
+        given = " and ".join(f"{field} = {value}" for field, value in bases.items())
+        raise InputError(f"rope_theta: must have one value in config.json, got {given}")
     return values[0], scaling, part
 
 
@@ -459,8 +476,8 @@ def _rotary_factor(given: list, family: Family) -> float:
         return 1.0
     values = [_positive("partial_rotary_factor", value) for value in given] or [family.rotary_factor]
     if len(set(values)) > 1:
-        found = ", ".join(map(str, dict.fromkeys(values)))
-        raise InputError(f"partial_rotary_factor: is given more than once with different values: {found}")
+        found = " and ".join(map(str, dict.fromkeys(values)))
+        raise InputError(f"partial_rotary_factor: must have one value in config.json, got {found}")
     if values[0] > 1:
         raise InputError(f"partial_rotary_factor: must be in (0, 1], got {values[0]}")
     return values[0]
@@ -483,14 +500,14 @@ def _scaling(field: str, kind: str, rope: Mapping) -> Scaling | None:
     if kind == "llama3":
         low, high = number("low_freq_factor"), number("high_freq_factor")
         if not low < high:
-            raise UnsupportedError(f"{field}: low_freq_factor: must be less than high_freq_factor, {high}, got {low}")
+            raise UnsupportedError(f"{field}: low_freq_factor: must be less than high_freq_factor = {high}, got {low}")
         return Llama3(number("factor"), low, high, int(original))
     factor = number("factor")
     attention_factor = yarn_attention_factor(factor)
     if rope.get("attention_factor") not in (None, attention_factor):
         raise UnsupportedError(
-            f"{field}: attention_factor: must be {attention_factor}, the only one that Megatron-core supports, got "
-            f"{rope['attention_factor']!r:.200}"
+            f"{field}: attention_factor: must be absent or {attention_factor}, the only value that Megatron-core "
+            f"supports with this factor, got {rope['attention_factor']!r:.200}"
         )
     truncate = rope.get("truncate", True)
     if type(truncate) is not bool:
@@ -505,7 +522,7 @@ def _positive(field: str, value) -> float:
 
 
 def read_json(path: Path) -> dict:
-    """Return the JSON object in `path`. Raises InputError if the file is missing or is no JSON object."""
+    """Return the JSON object in `path`. Raises InputError if the file is missing or holds no JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -515,5 +532,5 @@ def read_json(path: Path) -> dict:
     except (OSError, ValueError, RecursionError) as e:
         raise InputError(f"model: cannot read {path}: {e}") from None
     if not isinstance(value, dict):
-        raise InputError(f"model: {path}: must be a JSON object")
+        raise InputError(f"model: {path}: must be a JSON object, got a {type(value).__name__}")
     return value

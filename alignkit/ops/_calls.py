@@ -1,4 +1,8 @@
-"""Decorators of ops: floating-point environment, supported torch modes, and rejection of double backward."""
+"""Decorators of ops: floating-point environment, supported torch modes, and rejection of double backward.
+
+`in_default_mode` and `in_torch` protect bits: without them, a thread's rounding mode or torch's settings could change
+results on a CPU.
+"""
 
 from __future__ import annotations
 

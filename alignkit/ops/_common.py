@@ -1,7 +1,7 @@
 """Argument checks shared by the ops, and the exact arithmetic of the reference implementations.
 
 `fma`, `exp`, `tree` and `lane_sum` define bits of the CPU contract (docs/contract.md): every operation is significant.
-Tests compare the texts of errors.
+A change of a message also changes the tests that quote it, mainly tests/ops/test_bad_input.py.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ def check_plain(name: str, t) -> None:
     if isinstance(t, UninitializedTensorMixin):
         raise InputError(f"{name}: expected an initialized tensor, got an uninitialized parameter")
     if type(t).__torch_dispatch__ is not _PLAIN:  # pyright: ignore[reportAttributeAccessIssue]
-        raise InputError(f"{name}: expected a plain tensor, got {type(t).__name__}")
+        raise InputError(f"{name}: expected a plain torch.Tensor, got the subclass {type(t).__name__}")
     if t.layout != torch.strided:
         raise InputError(f"{name}: expected a dense tensor, got layout {t.layout}")
     if t.is_nested:
-        raise InputError(f"{name}: expected a dense tensor, got a nested one")
+        raise InputError(f"{name}: expected a dense tensor, got a nested tensor")
     if t.is_neg():
-        raise InputError(f"{name}: expected a tensor without pending negation; pass {name}.resolve_neg()")
+        raise InputError(f"{name}: expected a tensor without a pending negation. Pass {name}.resolve_neg()")
     try:
         memory = t.data_ptr()
     except RuntimeError:
-        raise InputError(f"{name}: expected a plain tensor, got one of torch.func or vmap (unsupported)") from None
+        raise InputError(f"{name}: expected a plain tensor, got one of a torch.func transform such as vmap") from None
     if torch._is_functional_tensor(t) or (not memory and t.numel() and t.device.type != "meta"):
-        raise InputError(f"{name}: its {t.numel()} elements have no memory")
+        raise InputError(f"{name}: expected a tensor with memory, got {t.numel()} elements without memory")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
-        raise InputError(f"{name}: has a tangent, but forward-mode differentiation is not supported")
+        raise InputError(f"{name}: expected a tensor without a tangent; forward-mode differentiation is unsupported")
 
 
 def rows_shape(t) -> torch.Size:
@@ -76,7 +76,7 @@ def check_tensor(name: str, t, ndim: int | None = None, dtypes=DTYPES) -> None:
     if t.dtype not in dtypes:
         raise InputError(f"{name}: dtype must be one of {', '.join(map(str, dtypes))}, got {t.dtype}")
     if ndim is None and t.ndim == 0:
-        raise InputError(f"{name}: expected at least one dimension")
+        raise InputError(f"{name}: expected at least one dimension, got shape ()")
     if ndim is not None and t.ndim != ndim:
         raise InputError(f"{name}: expected {ndim} dimensions, got shape {tuple(t.shape)}")
 
@@ -104,7 +104,7 @@ def check_number(name: str, value, positive: bool = True) -> float:
     if positive and not number > 0:
         raise InputError(f"{name}: must be positive, got {value}")
     if positive and number < 2.0**-149:
-        raise InputError(f"{name}: must be positive in fp32, got {value}")
+        raise InputError(f"{name}: must be at least 2^-149, the smallest positive fp32 number, got {value}")
     return number
 
 
@@ -119,7 +119,7 @@ def check_int(name: str, value, least: int = -(2**63)) -> int:
     if number < least:
         raise InputError(f"{name}: must be at least {least}, got {number}")
     if number >= 2**63:
-        raise InputError(f"{name}: must fit in 64 bits, got {number}")
+        raise InputError(f"{name}: must be below 2^63, got {number}")
     return number
 
 
@@ -135,6 +135,22 @@ def check_tp(tp, name: str = "tp") -> TP:
     if tp is not None and not isinstance(tp, TP):
         raise InputError(f"{name}: expected an alignkit.dist.TP or None, got {type(tp).__name__}")
     return tp or SINGLE
+
+
+def check_finite(name: str, t: torch.Tensor) -> None:
+    """Require finite values if the host validates values on the device of `t`."""
+    if checks_values(t.device) and not bool(t.isfinite().all()):
+        at = tuple((~t.isfinite()).nonzero()[0].tolist())
+        raise InputError(f"{name}: values must be finite, got {t[at].item()} at {at}")
+
+
+def check_starts(name: str, starts: torch.Tensor) -> None:
+    """Require that `starts` [B + 1] begins with 0 and does not decrease; reads the values."""
+    if (first := int(starts[0])) != 0:
+        raise InputError(f"{name}: must begin with 0, got {first}")
+    if len(falls := (starts[1:] < starts[:-1]).nonzero()):
+        i = int(falls[0])
+        raise InputError(f"{name}: must not decrease, got {int(starts[i])}, then {int(starts[i + 1])} at index {i + 1}")
 
 
 def check_no_overlap(name: str, t: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
@@ -154,7 +170,7 @@ def check_no_overlap(name: str, t: torch.Tensor, others: dict[str, torch.Tensor 
 def check_same_device(name: str, t: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
     """Require that `t` is on the device of `like`."""
     if t.device != like.device:
-        raise InputError(f"{name}: device must be that of {like_name}, {like.device}, got {t.device}")
+        raise InputError(f"{name}: device must be {like_name}'s {like.device}, got {t.device}")
 
 
 def check_like(name: str, t, like_name: str, like: torch.Tensor) -> None:

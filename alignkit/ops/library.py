@@ -27,7 +27,7 @@ from ..dist import TP
 from ..errors import InputError, UnsupportedError
 from ..runtime import dispatch
 from ._calls import in_default_mode
-from ._common import WITH_FP16, as_rows, check_weight, checks_values, require, unit
+from ._common import WITH_FP16, as_rows, check_like, check_weight, checks_values, require, unit
 from .linear import matmul
 from .linear import row_parallel_linear as _parallel
 from .moe_experts import moe_experts as _experts
@@ -58,7 +58,10 @@ def _group(name: str, argument: str = "group") -> TP | None:
     if not name:
         return None
     if name not in _groups:
-        raise InputError(f"{argument}: must be a group registered by register_group() in this process, got {name!r}")
+        raise InputError(
+            f"{argument}: must be the name of a registered group, got {name!r}. Call "
+            "alignkit.ops.library.register_group() in this process first"
+        )
     return _groups[name]
 
 
@@ -69,7 +72,9 @@ def _define(schema: str, run, fake):
     torch.library.register_fake(f"alignkit::{name}", fake, lib=_library)
 
     def backward(*_):
-        raise UnsupportedError(f"alignkit::{name}: forward only; use the differentiable op in alignkit.ops instead")
+        raise UnsupportedError(
+            f"alignkit::{name}: unsupported in a backward pass. Call the differentiable op of alignkit.ops instead"
+        )
 
     torch.library.register_autograd(f"alignkit::{name}", backward, lib=_library)
     return getattr(torch.ops.alignkit, name).default
@@ -235,11 +240,9 @@ def _sigmoid_mul(gate, x):
 def _add(x, y):
     if x is None or y is None:
         _raise_none(x=x, y=y)
-    if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
-        raise InputError(
-            f"y: must match x, {tuple(x.shape)} of {x.dtype} on {x.device}; got {tuple(y.shape)} of {y.dtype} "
-            f"on {y.device}"
-        )
+    if x.shape != y.shape:
+        raise InputError(f"y: shape must equal x's {tuple(x.shape)}, got {tuple(y.shape)}")
+    check_like("y", y, "x", x)
     return x + y
 
 

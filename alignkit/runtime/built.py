@@ -38,7 +38,8 @@ def load(library: Path, part: str) -> ctypes.CDLL:
     wanted = _expected(part)
     if found != wanted:
         raise BackendError(
-            f"{library.name}: must be built from this alignkit's sources ({wanted[:12]}), got {found[:12]}; {REINSTALL}"
+            f"{library.name}: must be built from this alignkit's sources (hash {wanted[:12]}), got {found[:12]}; "
+            f"{REINSTALL}"
         )
     return lib
 
@@ -52,7 +53,8 @@ def _expected(part: str) -> str:
         return json.loads((PACKAGE / _sources.BUILT).read_text())[part]
     except (OSError, ValueError, KeyError):
         raise BackendError(
-            f"{_sources.BUILT}: lacks the hash of the sources that the {part} kernels were built from; {REINSTALL}"
+            f"{PACKAGE / _sources.BUILT}: must hold the hash of the {part} kernels' sources under the key {part!r}; "
+            f"{REINSTALL}"
         ) from None
 
 
@@ -61,7 +63,7 @@ def check_layout(lib: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) ->
     try:
         table = ctypes.pointer(_Field.in_dll(lib, f"alignkit_layout_{name}"))
     except ValueError:
-        raise BackendError(f"{name}: the library does not report the layout of this struct; {REINSTALL}") from None
+        raise BackendError(f"{name}: the library reports no layout for this struct; {REINSTALL}") from None
     expected = []
     while table[len(expected)].name is not None:
         expected.append((table[len(expected)].name.decode(), table[len(expected)].offset, table[len(expected)].size))

@@ -1,7 +1,7 @@
 """ctypes bindings of the CUDA kernels of csrc/sm90.
 
 The library has a plain C interface, so one build serves every torch and Python version. It links the CUDA runtime
-statically and finds the driver at the first launch, so loading it needs no GPU.
+statically and finds the driver at the first launch, so loading it needs no GPU. native.py is the counterpart for CPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ ABSENT = "no nvcc 12.8 or newer was found when alignkit was installed"
 def library() -> ctypes.CDLL:
     """Return the kernel library; raise BackendError if it is missing or was built from different sources."""
     if not LIBRARY.exists():
-        raise BackendError(f"alignkit's CUDA kernels were not built: {ABSENT}. Install nvcc, then reinstall alignkit")
+        raise BackendError(
+            f"alignkit's CUDA kernels were not built: {ABSENT}. Install nvcc 12.8 or newer, then reinstall alignkit"
+        )
     lib = built.load(LIBRARY, families.SM90.part)
     lib.alignkit_cuda_error.restype = ctypes.c_char_p
     return lib
@@ -68,7 +70,7 @@ def fail(message: str) -> NoReturn:
 def check(error: int, function: str) -> None:
     """Call `fail` with CUDA's message if `function` of the library returned a nonzero cudaError_t."""
     if error:
-        fail(f"{function}: {library().alignkit_cuda_error(error).decode()}")
+        fail(f"{function}: failed with CUDA error {error}, {library().alignkit_cuda_error(error).decode()}")
 
 
 def stream(device: int) -> int:

@@ -112,7 +112,10 @@ def fastest_backend(device: torch.device) -> str:
         return wanted
     if native.available():
         return families.NATIVE
-    warnings.warn("alignkit's CPU kernels are not built; falling back to the reference backend: same bits, very slow")
+    warnings.warn(
+        "alignkit's CPU kernels are not built; falling back to the reference backend: same bits, very slow. "
+        "Reinstall alignkit with a C++17 compiler on the PATH"
+    )
     return families.REFERENCE
 
 
@@ -120,7 +123,7 @@ def require_family(device: torch.device) -> Family:
     """Return the device's family; raise BackendError if it has none, or if the requested backend does not fit it."""
     family, wanted = families.of_type(device), choice()
     if family is None:
-        raise BackendError(f"device: alignkit has no backend for {device.type!r} tensors in this version")
+        raise BackendError(f"device: must be of type {' or '.join(families.DEVICE_TYPES)}, got {device.type!r}")
     if wanted not in (AUTO, *family.backends):
         raise BackendError(
             f"ALIGNKIT_BACKEND: must be one of {', '.join((AUTO, *family.backends))} for "
@@ -140,7 +143,8 @@ def _require_capability(device: torch.device, family: Family) -> None:
             f"{'.'.join(map(str, capability))}"
         )
     if importlib.util.find_spec("triton") is None:
-        raise BackendError("device: CUDA tensors need triton, which is not installed")
+        version = family.validated[0]["triton"]
+        raise BackendError(f"device: CUDA tensors need triton, which is not installed. Install triton {version}")
 
 
 def family(device: torch.device | str) -> Family:
@@ -231,7 +235,10 @@ def prepare(op: str, problem: Any, cache: dict[Any, Callable]) -> Callable:
                     cache[problem] = launch
                 return launch
             first = False
-    raise BackendError(f"{op}: no kernel supports {problem}")
+    raise BackendError(
+        f"{op}: no kernel supports this problem; `alignkit doctor --explain {op}` prints each kernel's reason: "
+        f"{problem!r:.600}"
+    )
 
 
 @functools.cache

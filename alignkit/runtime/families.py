@@ -101,6 +101,8 @@ SM90 = Family(
 FAMILIES = (CPU, SM90)
 BY_NAME = {family.name: family for family in FAMILIES}
 _BY_TYPE = {family.device_type: family for family in FAMILIES}
+DEVICE_TYPES = tuple(_BY_TYPE)
+"""Types of torch devices that have a backend."""
 
 
 def of_type(device: torch.device) -> Family | None:

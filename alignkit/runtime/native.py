@@ -23,7 +23,7 @@ LIBRARY = families.CPU.library
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """mirrors csrc/cpu/prelude.h:DType: dtype codes of the library."""
 ROUNDED = DTYPES | {torch.float16: 2}
-"""Dtype codes that fp32 can be rounded to."""
+"""mirrors csrc/cpu/prelude.h:DType: codes of the dtypes that fp32 can be rounded to."""
 
 
 @functools.cache
@@ -45,7 +45,10 @@ def library() -> ctypes.CDLL:
     lib.alignkit_isa.restype = ctypes.c_char_p
     wanted = config.cpu_isa
     if not lib.alignkit_choose_isa(wanted.encode()):
-        raise BackendError(f"ALIGNKIT_CPU_ISA: this machine does not support the instruction set {wanted!r}")
+        raise BackendError(
+            f"ALIGNKIT_CPU_ISA: must be an instruction set that this machine supports, got {wanted!r}. Unset it to use "
+            "the best one"
+        )
     return lib
 
 
@@ -64,7 +67,7 @@ def use_isa(name: str) -> Iterator[None]:
     """Use the instruction set `avx512`, `avx2` or `generic` within the block; all give the same bits."""
     before = isa()
     if not library().alignkit_choose_isa(name.encode()):
-        raise BackendError(f"isa: this machine does not support {name!r}")
+        raise BackendError(f"isa: must be an instruction set that this machine supports, got {name!r}")
     try:
         yield
     finally:

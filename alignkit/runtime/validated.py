@@ -69,8 +69,8 @@ def require(device: torch.device, backend: str) -> str:
         if key not in _verdicts:
             if family.on_gpu and torch.cuda.is_current_stream_capturing():
                 raise BackendError(
-                    f"device: {family.contract_id} is {validated}, got {_text(versions)}. The golden bits must be "
-                    "tested first, which a CUDA graph capture prevents: call an op before the capture"
+                    f"device: {family.contract_id} is {validated}, got {_text(versions)}. Other versions need "
+                    "a test of the golden bits, which a CUDA graph capture prevents. Call an op before the capture"
                 )
             _verdicts[key] = test(device, backend)
             if _verdicts[key] is None:
@@ -78,7 +78,7 @@ def require(device: torch.device, backend: str) -> str:
     if _verdicts[key] is not None:
         raise BackendError(
             f"device: {family.contract_id} is {validated}; with {_text(versions)} its golden bits differ: "
-            f"{_verdicts[key]}"
+            f"{_verdicts[key]}. Install a validated version"
         )
     return f"{validated}; all golden bits match here with {_text(versions)}"
 

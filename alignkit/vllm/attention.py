@@ -72,7 +72,7 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
         **extra,
     ) -> None:
         refused = {
-            "alibi_slopes (ALiBi): must be None": alibi_slopes is not None,
+            "alibi_slopes (ALiBi): must be None, got slopes": alibi_slopes is not None,
             f"sliding_window: must be None, got {sliding_window}": sliding_window is not None,
             f"logits_soft_cap (attention soft cap): must be None or 0, got {logits_soft_cap}": bool(logits_soft_cap),
             f"attn_type: must be {AttentionType.DECODER.value}, got {attn_type}": attn_type != AttentionType.DECODER,

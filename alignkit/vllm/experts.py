@@ -52,7 +52,7 @@ class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
         """Keep the weights as loaded."""
 
     def apply(self, *args, **kwargs):
-        raise UnsupportedError("MoE layer: experts must be computed by MoERunner.forward")
+        raise UnsupportedError("MoE layer: must be called by MoERunner.forward, got a call of its quant_method")
 
 
 class AlignedMoERunner(MoERunner):

@@ -1,4 +1,7 @@
-"""The front end's input processor, which rejects unsupported requests before they reach a worker."""
+"""The front end's input processor, which rejects unsupported requests before they reach a worker.
+
+The reasons are in `refuse.request_reasons`; here are only the hooks into vLLM's classes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ class AlignedInputProcessor(InputProcessor):
         mode = self.model_config.logprobs_mode
         reasons = request_reasons(params, mode)
         if reasons:
-            raise RefusedRequest(f"{mode}: alignkit does not support logprobs with {', '.join(reasons)}")
+            raise RefusedRequest(
+                f"logprobs: must not be requested together with {', '.join(reasons)} and logprobs_mode = {mode}, "
+                "because training recomputes logprobs from the tokens alone"
+            )
         return super()._validate_params(params, *args, **kwargs)
 
 
@@ -44,6 +50,6 @@ def refuse_stock(validate_params):
 def _require_aligned(vllm_config) -> None:
     if not is_aligned(vllm_config):
         raise RefusedRequest(
-            "this engine or its configuration was created before patch_vllm(). "
-            "Create it after the patch, or undo the patch to use it unaligned."
+            "vLLM engine: must be created after patch_vllm(), but its configuration was created before patch_vllm(). "
+            "Create a new engine, or undo the patch to use this engine unaligned"
         )

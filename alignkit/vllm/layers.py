@@ -66,7 +66,9 @@ class AlignedEmbeddingMethod(UnquantizedEmbeddingMethod):
         """Keep the weight as loaded."""
 
     def apply(self, layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        raise UnsupportedError("lm_head: logits must be computed by LogitsProcessor.forward, which keeps them in fp32")
+        raise UnsupportedError(
+            "lm_head: must be called by LogitsProcessor.forward, which computes fp32 logits, got another caller"
+        )
 
 
 class _Linear:
@@ -140,7 +142,8 @@ class _Embedding:
         super().__init__(*args, **kwargs)
         _require_plain(self, UnquantizedEmbeddingMethod)
         if self.num_added_embeddings:  # pyright: ignore[reportAttributeAccessIssue] - vLLM's class has it
-            raise UnsupportedError("num_added_embeddings (LoRA): must be 0; added embeddings are not supported")
+            added = self.num_added_embeddings  # pyright: ignore[reportAttributeAccessIssue] - vLLM's class has it
+            raise UnsupportedError(f"num_added_embeddings (LoRA): must be 0, got {added}")
         self.quant_method = AlignedEmbeddingMethod()
 
 
@@ -183,7 +186,8 @@ class _Rotary:
     def _make_table(self: Any, positions: int) -> None:
         if not self.is_neox_style:
             raise UnsupportedError(
-                "rotary embedding: is_neox_style: must be True; the interleaved layout is not supported"
+                "rotary embedding: is_neox_style: must be True, because the interleaved layout is not supported, got "
+                "False"
             )
         device = torch.get_default_device()  # the model's device during the build
         table = ops.rope_table(self.rotary_dim, positions, self.base, scaling=self.scaling)
@@ -283,10 +287,14 @@ class AlignedLogitsProcessor(LogitsProcessor):
         return logits[..., : self.org_vocab_size]
 
     def get_top_tokens(self, *args, **kwargs):
-        raise UnsupportedError("LogitsProcessor.get_top_tokens (speculative decoding) is not supported")
+        raise UnsupportedError(
+            "LogitsProcessor.get_top_tokens: must not be called, because speculative decoding is not supported"
+        )
 
     def get_top_k_tokens(self, *args, **kwargs):
-        raise UnsupportedError("LogitsProcessor.get_top_k_tokens (speculative decoding) is not supported")
+        raise UnsupportedError(
+            "LogitsProcessor.get_top_k_tokens: must not be called, because speculative decoding is not supported"
+        )
 
 
 ALIGNED = {

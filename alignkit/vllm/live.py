@@ -33,13 +33,14 @@ from alignkit.vllm.refuse import refuse_model
 from alignkit.vllm.sampler import AlignedSampler, ProcessedLogprobs
 
 PARTS_PER_STEP = 4
-"""Parts (modules, or groups of methods) that each engine step checks, round-robin. This takes microseconds."""
+"""schedule: parts (modules, or groups of methods) that each engine step checks, round-robin, in microseconds."""
 METHODS_PER_PART = 8
-"""Methods of a class per part of a step's check."""
+"""schedule: methods of a class per part of a step's check."""
 ENGINE = ("vllm", "torch", "alignkit")
 """Packages whose classes compute in the engine; their methods must come from them or from the standard library."""
 
 STANDARD_LIBRARY = sys.stdlib_module_names | {"typing_extensions"}
+"""Packages whose functions may wrap a method, for example by a decorator."""
 
 CASTS = ("float", "half", "bfloat16")
 """Methods of torch.nn.Module that cast weights. Importing TransformerEngine replaces them with its own versions."""
@@ -147,10 +148,10 @@ class Watch:
         if type(module.impl) is not AlignedAttentionImpl:
             return f"attention must be computed by {AlignedAttentionImpl.__name__}, got {type(module.impl).__name__}"
         if not _methods(AlignedAttentionImpl).isdisjoint(vars(module.impl)):
-            return f"{_shadowed(module.impl)} of its attention was replaced"
+            return f"{_shadowed(module.impl)} of its attention was replaced by an attribute"
         # vLLM runs the attention module that is registered under the layer's name, not the one in the model.
         if self._config.compilation_config.static_forward_context.get(module.layer_name) is not module:
-            return "another module is registered under its layer name"
+            return "another module is registered in static_forward_context under its layer name"
         return None
 
 

@@ -58,12 +58,16 @@ class AcrossReplicas(EngineTP):
         if metadata is None:
             raise BackendError("dp_metadata: vLLM's forward context must contain it with data parallelism, got None")
         longest = -(-int(metadata.num_tokens_across_dp_cpu.max()) // self._ranks_per_replica)
-        if rows > longest or (
-            rows < longest and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        ):
+        replicas = metadata.num_tokens_across_dp_cpu
+        if rows > longest:
             raise BackendError(
-                f"tokens: a rank must have at most {longest}, from the numbers of tokens of vLLM's replicas "
-                f"{metadata.num_tokens_across_dp_cpu.tolist()} (exactly {longest} in CUDA graph capture), got {rows}"
+                f"tokens: each rank must have at most {longest} with vLLM's num_tokens_across_dp_cpu = "
+                f"{replicas.tolist()}, got {rows}"
+            )
+        if rows < longest and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                f"tokens: each rank must have exactly {longest} during CUDA graph capture with vLLM's "
+                f"num_tokens_across_dp_cpu = {replicas.tolist()}, got {rows}"
             )
         return longest
 

@@ -40,7 +40,7 @@ class Patch(engine_patch.Patch):
 
     def install(self) -> None:
         if find_spec("vllm") is None:
-            raise UnsupportedError("vLLM is not installed")
+            raise UnsupportedError("patch_vllm: vLLM is not installed. Install a supported version (docs/vllm.md)")
         import vllm
 
         self.version = vllm.__version__

@@ -21,6 +21,7 @@ VOCAB_SIZE = "alignkit_vocab_size"
 ALL2ALL = "allgather_reducescatter"
 """vLLM's default collectives for expert parallelism. Others allocate memory and start processes of their own."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+"""Supported values of vLLM's `logprobs_mode`; the others return logits."""
 EXECUTORS = (None, "uni", "mp", "external_launcher", "ray")
 """Supported executors. A custom executor could bypass the worker's checks."""
 
@@ -86,7 +87,10 @@ ENGINE = Policy(
         Row(
             "device_config",
             lambda device, asked: device.device_type == asked.version.family.device_type,
-            lambda device, _: f"device: alignkit does not support {device.device_type} yet with this version of vLLM",
+            lambda device, asked: (
+                f"device: must be {asked.version.family.device_type} with this version of vLLM, got "
+                f"{device.device_type}"
+            ),
         ),
         Row(
             "quant_config",
@@ -101,7 +105,10 @@ ENGINE = Policy(
         Row(
             "offload_config",
             lambda offload, _: offload.uva.cpu_offload_gb <= 0 and offload.prefetch.offload_group_size <= 0,
-            "cpu_offload_gb / offload_group_size (weight offloading): must be 0",
+            lambda offload, _: (
+                "cpu_offload_gb, offload_group_size (weight offloading): must be 0, got "
+                f"{offload.uva.cpu_offload_gb} and {offload.prefetch.offload_group_size}"
+            ),
         ),
         Row(
             "aux_output_config",
@@ -157,7 +164,8 @@ MODEL = Policy(
         Row(
             "logits_processors",
             lambda given, asked: not given or asked.config.model_config.logprobs_mode != "processed_logprobs",
-            "{field} (custom logits processors): must be None with logprobs_mode processed_logprobs",
+            "{field} (custom logits processors): must be None with logprobs_mode = processed_logprobs, got "
+            "{value!r:.200}",
         ),
         _off("enable_prompt_embeds", "prompt embeddings"),
         _off("enable_return_routed_experts", "return of routed experts"),
@@ -297,7 +305,7 @@ COMPILATION = Policy(
         Row(
             "mode",
             lambda _, asked: asked.version.graphs or not asked.compiles,
-            "enforce_eager: must be True with this version of vLLM, for which torch.compile is not supported",
+            "enforce_eager: must be True with this version of vLLM, because torch.compile is not supported with it",
         ),
         Row(
             "mode",
@@ -307,13 +315,13 @@ COMPILATION = Policy(
         Row(
             "cudagraph_mode",
             lambda _, asked: asked.version.graphs or not asked.captures,
-            "enforce_eager: must be True with this version of vLLM, for which CUDA graphs are not supported",
+            "enforce_eager: must be True with this version of vLLM, because CUDA graphs are not supported with it",
         ),
         Row(
             "cudagraph_mode",
             lambda _, asked: not (asked.captures and dist.strict()),
-            "ALIGNKIT_STRICT: must be 0 with CUDA graphs, because it synchronizes with the device. Change it, or set "
-            "enforce_eager=True",
+            "ALIGNKIT_STRICT: must be 0 or unset with CUDA graphs, because strict checks synchronize with the device. "
+            "Unset it, or set enforce_eager=True",
         ),
         Row(
             "backend",

@@ -1,6 +1,8 @@
 """Validation of vLLM's engine configuration, requests and built models: unsupported features raise an error by name.
 
-Each reason names the setting that the user can change; tests/vllm/test_refusals.py and test_experts.py match the texts.
+`policy` holds the tables of single fields. Here are the checks across fields, environment variables and modules; `live`
+checks a running engine. Each reason names the setting that the user can change. tests/vllm/test_rejections.py and
+test_experts.py match the texts.
 """
 
 from __future__ import annotations
@@ -36,25 +38,39 @@ def refuse_config(config) -> None:
     """Raise UnsupportedError with all settings of a `VllmConfig` that alignkit does not support."""
     asked, model = Asked(installed(), config), config.model_config
     reasons = [reason for part, table in PARTS for reason in part_reasons(asked, part, table)]
+    parallel = config.parallel_config
+    ray_v1 = parallel.distributed_executor_backend == "ray" and not _is_set(
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", default="1"
+    )
     reasons += [
-        name
-        for name, present in {
-            "VLLM_USE_V2_MODEL_RUNNER (V2 model runner): must be 0 in this vLLM": config.use_v2_model_runner
-            and not asked.version.graphs,
-            "enable_dbo / ubatch_size (overlapping micro-batches): must be off": config.parallel_config.use_ubatching,
-            f"runner: must be generate, got {model.runner_type}": model.runner_type != "generate",
-            "VLLM_BATCH_INVARIANT: must be 0 or unset; it selects other kernels": _is_set("VLLM_BATCH_INVARIANT"),
-            "VLLM_USE_RUST_FRONTEND: must be 0 or unset; the Rust front end accepts unsupported requests": _is_set(
-                "VLLM_USE_RUST_FRONTEND"
+        reason
+        for reason, present in (
+            (
+                "VLLM_USE_V2_MODEL_RUNNER (V2 model runner): must be 0 with this version of vLLM, got 1",
+                config.use_v2_model_runner and not asked.version.graphs,
             ),
-            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND: must be 1; Ray's V1 executor bypasses the worker's checks": (
-                config.parallel_config.distributed_executor_backend == "ray"
-                and not _is_set("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", default="1")
+            (
+                "enable_dbo (overlapping micro-batches): must be False, and ubatch_size at most 1",
+                parallel.use_ubatching,
             ),
-            "VLLM_USE_BREAKABLE_CUDAGRAPH (breakable CUDA graphs): must be 0 or unset": _is_set(
-                "VLLM_USE_BREAKABLE_CUDAGRAPH"
+            (f"runner: must be generate, got {model.runner_type}", model.runner_type != "generate"),
+            (
+                "VLLM_BATCH_INVARIANT: must be 0 or unset, because it selects other kernels",
+                _is_set("VLLM_BATCH_INVARIANT"),
             ),
-        }.items()
+            (
+                "VLLM_USE_RUST_FRONTEND: must be 0 or unset, because the Rust front end accepts unsupported requests",
+                _is_set("VLLM_USE_RUST_FRONTEND"),
+            ),
+            (
+                "VLLM_USE_RAY_V2_EXECUTOR_BACKEND: must be 1, because Ray's V1 executor bypasses the worker's checks",
+                ray_v1,
+            ),
+            (
+                "VLLM_USE_BREAKABLE_CUDAGRAPH (breakable CUDA graphs): must be 0 or unset",
+                _is_set("VLLM_USE_BREAKABLE_CUDAGRAPH"),
+            ),
+        )
         if present
     ]
     reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window, asked.version) or _config_reasons(
@@ -87,7 +103,7 @@ def _model_reasons(hf, sliding_window: int | None, version: Version) -> list[str
         return [f"architectures: must be one of {', '.join(ARCHITECTURES)}, got {given}"]
     if architectures[0] in version.without:
         why = version.without[architectures[0]]
-        return [f"architectures: {architectures[0]} is not supported with this version of vLLM, in which {why}"]
+        return [f"architectures: {architectures[0]} is not supported with this version of vLLM, because {why}"]
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     reasons = []
     known = ROPE_TYPES.get(rope.pop("rope_type", "default"))
@@ -103,11 +119,11 @@ def _model_reasons(hf, sliding_window: int | None, version: Version) -> list[str
     if sliding_window is not None:
         reasons.append(f"sliding_window: must be null, got {sliding_window}")
     elif others := layer_types - {"full_attention"}:
-        reasons.append(f"layer_types: must be full_attention for every layer, got {', '.join(map(str, others))}")
+        reasons.append(f"layer_types: must be full_attention for every layer, got {', '.join(map(str, others)):.200}")
     if not getattr(hf, "is_causal", True):
         reasons.append("is_causal: must be true, got false")
     if getattr(hf, "dual_chunk_attention_config", None) is not None:
-        reasons.append("dual_chunk_attention_config: must be null")
+        reasons.append("dual_chunk_attention_config: must be null, got an object")
     return reasons
 
 

@@ -33,7 +33,10 @@ def _rebind(function: Callable, **names: Any) -> Callable:
     """Return a copy of `function` with other global `names`; raise UnsupportedError if it does not use them."""
     missing = names.keys() - set(function.__code__.co_names)
     if missing:
-        raise UnsupportedError(f"vLLM's {function.__qualname__} does not call {', '.join(sorted(missing))}")
+        raise UnsupportedError(
+            f"vLLM: {function.__qualname__} must call {', '.join(sorted(missing))}, which alignkit replaces, but does "
+            "not. Install a supported version (docs/vllm.md)"
+        )
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **names, "__name__": __name__},

@@ -1,4 +1,7 @@
-"""`alignkit serve`: vLLM's server and options, in a process that is patched before vLLM parses the options."""
+"""`alignkit serve`: vLLM's server and options, in a process that is patched before vLLM parses the options.
+
+`alignkit.cli` calls `serve`. Rejections of options that concern engines, not the server, are in `policy` and `refuse`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def serve(arguments: Sequence[str]) -> None:
     except RuntimeError as e:
         if "Engine core initialization failed" not in str(e):
             raise
-        raise BackendError("vLLM's engine did not start. See its error above.") from e
+        raise BackendError("vLLM engine: did not start. The engine's output above contains the error") from e
 
 
 def _require_one_front_end(args: argparse.Namespace) -> None:
@@ -55,11 +58,13 @@ def _require_one_front_end(args: argparse.Namespace) -> None:
     """
     if (args.api_server_count or 1) > 1:
         raise UnsupportedError(
-            f"--api-server-count {args.api_server_count}: must be 1; only the front end in this process is patched"
+            "--api-server-count: must be 1, because only the front end in this process is patched, got "
+            f"{args.api_server_count}"
         )
     if args.data_parallel_multi_port_external_lb:
         raise UnsupportedError(
-            "--data-parallel-multi-port-external-lb: not supported; only the front end in this process is patched"
+            "--data-parallel-multi-port-external-lb: must not be given, because vLLM would start one front end per "
+            "replica, and only the front end in this process is patched. Run one `alignkit serve` per replica"
         )
     if args.api_server_count is None and not args.headless:
         args.api_server_count = 1

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WORKER = "alignkit.vllm.worker.AlignedWorker"
+"""Name of alignkit's worker class."""
 CONTRACT_KEY = "alignkit"
 """Key of the contract id in an aligned engine's additional_config."""
 
@@ -55,7 +56,7 @@ def _why_not(name: str) -> str | None:
     from alignkit.vllm.worker import AlignedWorker
 
     if not (isinstance(found, type) and issubclass(found, AlignedWorker)):
-        return f"must derive from {WORKER} (or pass its methods by worker_extension_cls)"
+        return f"must derive from {WORKER}. Pass a class that only adds methods as worker_extension_cls"
     position = found.__mro__.index(AlignedWorker)
     if found.__mro__[position:] != AlignedWorker.__mro__:
         return f"its other base classes must precede {WORKER} in the MRO"

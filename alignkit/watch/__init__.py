@@ -1,1 +1,1 @@
-"""`alignkit watch`: a live web page for a monitor's directory. Importing it loads no web framework."""
+"""`alignkit watch`: a live web page for a monitor's directory. Importing this package loads no web framework."""

@@ -1,6 +1,6 @@
 """Plot of drift by step, rendered to SVG on the server.
 
-A point is [first step, last step, tokens, unequal, largest], as in `state.summary`.
+A point is [first step, last step, tokens, unequal, largest difference], as in `state.summary`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Web server of the page: fixed routes, no parameters, GET only; listens on loopback unless --host is given.
+"""Web server of `alignkit watch`: fixed routes, no parameters, GET only; listens on loopback unless --host is given.
 
-The policy in `HEADERS` forbids inline scripts and styles, so templates use only watch.js and watch.css.
+`state` reads the monitor's files, and `plot` draws. The policy in `HEADERS` forbids inline scripts and styles, so the
+templates use only watch.js and watch.css.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def require_libraries() -> None:
     """Raise UnsupportedError if a required library is not installed."""
     missing = [name for name in _NEEDED if not installed(name)]
     if missing:
-        raise UnsupportedError(f"alignkit watch requires {' and '.join(missing)}. Run pip install 'alignkit[watch]'")
+        raise UnsupportedError(
+            f"alignkit watch: missing packages: {', '.join(missing)}. Run pip install 'alignkit[watch]'."
+        )
 
 
 def app(directory: Path, hosts: list[str]):
@@ -132,9 +135,11 @@ def serve(directory: Path, host: str, port: int, started) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as e:
-        in_use = isinstance(e, OSError) and e.errno == errno.EADDRINUSE
-        reason = "the port is in use; choose another with --port, or 0" if in_use else e
-        raise InputError(f"--host, --port: cannot listen on {host}, port {port}: {reason}") from None
+        if isinstance(e, OSError) and e.errno == errno.EADDRINUSE:
+            raise InputError(
+                f"--port: must be free on {host}, got {port}, which is in use. Pass another port, or 0 for a free port."
+            ) from None
+        raise InputError(f"--host, --port: cannot listen on {host}, port {port}: {e}") from None
     with listening:
         netloc = f"[{host}]" if family == socket.AF_INET6 else host
         address = f"http://{netloc}:{listening.getsockname()[1]}/"

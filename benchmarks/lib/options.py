@@ -22,8 +22,8 @@ def parser(
     result = argparse.ArgumentParser(description=doc.partition("\n")[0])
     result.add_argument("--json", type=Path, default=results, help=json)
     if seconds is not None:
-        result.add_argument("--seconds", type=float, default=seconds, help="duration of each measurement")
-        result.add_argument("--minutes", type=float, help="time limit, after which no measurement starts")
+        result.add_argument("--seconds", type=float, default=seconds, help="duration of each measurement, in seconds")
+        result.add_argument("--minutes", type=float, help="time limit in minutes, after which no measurement starts")
     if resume:
         result.add_argument(
             "--resume", action="store_true", help="skip rows that the file already has for these sources"

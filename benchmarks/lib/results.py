@@ -72,7 +72,7 @@ def _source_files(folder: Path) -> Iterator[Path]:
 def _op_files(folder: Path) -> set[Path]:
     """Return the source files of an op and of the ops that it uses."""
     found = {*_source_files(folder)}
-    assert found, f"{folder.name}: no op"
+    assert found, f"ops: must be folders of alignkit/ops, got {folder.name!r}"
     for file in list(found):
         for other in OTHER_OP.findall(file.read_text()):
             found |= _op_files(folder.parent / other)

@@ -1,8 +1,8 @@
-"""Recordings of Megatron-core with planted faults.
+"""Megatron-core recordings with planted faults: ``python -m tests.bisection.faulty JOB.json``.
 
-``python -m tests.bisection.faulty JOB.json`` writes the job's recording and, in sibling directories, one recording per
-fault of the kind ``what``: "faults", "experts" (MoE), "gemms", or "swaps" (a stock model after each op swap).
-`test_engines.py` and `test_cuda.py` run it and read the recordings by the names of the faults.
+It writes the job's recording and, in sibling directories, one recording per fault. The job's ``what`` selects the
+faults: "faults" (dense), "experts" (MoE), "gemms", or "swaps" (a stock model after each op swap). `test_engines.py` and
+`test_cuda.py` run it and read the recordings by the names of the faults.
 """
 
 import json

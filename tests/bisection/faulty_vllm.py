@@ -1,6 +1,7 @@
-"""Recordings of vLLM with a planted fault: ``python -m tests.bisection.faulty_vllm JOB.json FAULT``.
+"""vLLM recordings with a planted fault: ``python -m tests.bisection.faulty_vllm JOB.json FAULT``.
 
-`test_engines.py` runs it. "stale-cache" writes the recordings ``stale`` and ``good``; "stock-layer" writes the job's.
+FAULT "stale-cache" writes the recordings ``stale`` and ``good``; "stock-layer" writes the job's recording.
+`test_engines.py` runs the module and reads the recordings.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Paths of the recordings of planted faults."""
+"""Paths of recordings with planted faults, for `faulty.py` and `faulty_vllm.py`."""
 
 from pathlib import Path
 

@@ -1,6 +1,7 @@
-"""The screenshot of docs/bisect.md: `python -m tests.bisection.screenshot [FILE]`. Needs chromium.
+"""The screenshot docs/bisect.png: `python -m tests.bisection.screenshot [FILE]`, or `make screenshots`.
 
-It compares stock vLLM and stock Megatron-core on the small default model of the command.
+It needs both engines and Chromium. It compares stock vLLM with stock Megatron-core on the small default model of
+`alignkit bisect`.
 """
 
 import subprocess
@@ -19,7 +20,7 @@ def main(path: Path) -> None:
             [sys.executable, "-m", "alignkit.cli", "bisect", "stock-vllm", "stock-megatron", "--out", scratch]
         )
         if found.returncode != 1:
-            raise SystemExit(f"the stock engines should differ; exit status {found.returncode}")
+            raise SystemExit(f"alignkit bisect: expected exit status 1 (the engines differ), got {found.returncode}")
         picture, url = f"{scratch}/report.png", f"file://{scratch}/report.html"
         browser.chromium(f"--screenshot={picture}", "--window-size=1040,1500", url=url)
         Image.open(picture).convert("RGB").quantize(256).save(path, optimize=True)

@@ -1,4 +1,7 @@
-"""Suggestion of `alignkit bisect` by `alignkit check`."""
+"""The `alignkit bisect` command that `alignkit check` suggests after a difference, with a fake check result.
+
+The suggested options must parse. No engine runs.
+"""
 
 import dataclasses
 import shlex

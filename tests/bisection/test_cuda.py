@@ -1,4 +1,8 @@
-"""`alignkit bisect` on GPUs: ``python -m pytest tests/bisection/test_cuda.py``."""
+"""`alignkit bisect` with real vLLM and Megatron-core on one or two Hopper GPUs; part of `make gpu-test`.
+
+Stock engines must differ, aligned engines must not, and planted faults (`faulty.py`) must be found at their point.
+Helpers are in `test_engines.py`.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -1,4 +1,8 @@
-"""Sequences of a replay, the file that a monitor saves when a step differs."""
+"""Token sequences that `alignkit bisect` reads from a monitor's replay or from a logprob file.
+
+A replay is the file that a monitor saves at its first difference; these are written by the real monitor. One slow test
+runs bisect with both engines.
+"""
 
 import pytest
 import torch

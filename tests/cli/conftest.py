@@ -1,4 +1,7 @@
-"""Fixtures of the command line's tests."""
+"""Fixtures of the command line's tests: run `alignkit` in this process, and hide installed packages.
+
+tests/watch and tests/integrations import them too.
+"""
 
 import sys
 

@@ -1,4 +1,8 @@
-"""Benchmarks without engines: plans, result files, tables and plots."""
+"""Scripts of benchmarks/ without engines: plans of runs, result files, tables, plots, and gpu_tests.py.
+
+The scripts are imported, and their measurements replaced by given values. One test compares the tables in README.md and
+docs/ with benchmarks/results; `make tables` updates the pages. tests/e2e/test_benchmarks.py runs real engines.
+"""
 
 import contextlib
 import gc
@@ -345,7 +349,9 @@ def test_training_rows(cost):
     assert by["stock", "tokens/s"]["value"] == 8192 and by["aligned", "tokens/s"]["ratio_to_stock"] == 0.5
     assert by["aligned", "GiB, peak"]["value"] == 2 and by["aligned", "GiB, peak"]["ratio_to_stock"] == 0.5
     titled = cost.training_rows({"stock": result("stock", [1.0], 0)}, cost.title_prefix("small-moe", eager=False))
-    assert {r["case"] for r in titled} == {"small-moe: 4 x 2048 tokens"}  # beside another size's, never in their place
+    assert {r["case"] for r in titled} == {
+        "small-moe: 4 x 2048 tokens"
+    }  # another size's rows have other names, so none is replaced
     assert {r["x"] for r in [*rows, *titled]} == {None}
     without_stock = {
         "hf_compiled": result("hf_compiled", [1.0, 2.0, 3.0], 2**32),
@@ -554,7 +560,7 @@ def test_long_interleaves_two_engines(long, monkeypatch, tmp_path):
 
 
 def test_long_saves_after_each_engine(long, monkeypatch, tmp_path, capsys):
-    """Rows of other benchmarks in the file are kept."""
+    """Rows of other benchmarks in the file remain."""
     path, ran = tmp_path / "moe.json", []
     other = {"impl": "vllm", "pass": "layer", "tokens": 1, "routing": "uniform", "us": 9.0, "run": "old"}
     path.write_text(json.dumps({"runs": {"old": INFO}, "rows": [other]}))
@@ -682,12 +688,12 @@ def test_decode_repeats_the_prompts_of_the_last_prefill(long, rollout, monkeypat
 def test_wrong_prefix_cache_hits_are_errors(long, rollout, monkeypatch, tmp_path):
     """Missing and unexpected hits raise; earlier measurements are kept."""
     Vllm(monkeypatch, caches=False)
-    with pytest.raises(RuntimeError, match="prefix cache: unexpected hit of 0 of 300 prompt tokens"):
+    with pytest.raises(RuntimeError, match="must hold at least .* of 300 tokens of a repeated prompt, got 0"):
         rollout.run(rollout_job(long, tmp_path))
     assert [c["cached"] for c in json.loads((tmp_path / "out.json").read_text())["cases"]] == [False]
     Vllm(monkeypatch)
     monkeypatch.setattr(rollout.plan, "draw_prompts", lambda vocab, seed, lengths: [[1] * n for n in lengths])
-    with pytest.raises(RuntimeError, match="prefix cache: unexpected hit of 299 of 300 prompt tokens"):
+    with pytest.raises(RuntimeError, match="prefix cache: must hold no token of a new prompt, got 299 of 300"):
         rollout.run(rollout_job(long, tmp_path))
 
 
@@ -790,7 +796,7 @@ def test_needs_more(): pytest.skip("needs {more} GPUs")
 
 
 def test_gpu_tests_have_equal_sources(module, tmp_path, monkeypatch, capsys):
-    """A run keeps rows of the same sources alone; skipped tests that could have run are failures."""
+    """A run keeps only rows of the same sources; skipped tests that could have run are failures."""
     tests, out, sources = module("gpu_tests"), tmp_path / "gpu_test.json", ["1"]
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins installed here take seconds to load
     for name, more in (("first", 4), ("second", 2)):
@@ -814,7 +820,7 @@ def test_gpu_tests_have_equal_sources(module, tmp_path, monkeypatch, capsys):
     assert status == 1 and set(rows) == {"first", "second"} and not_run == []
     assert rows["second"]["could_have_run"] == ["test_second.test_needs_more"]
     assert rows["second"]["arguments"] == ["-k", "test_"]
-    assert "could have run: test_second.test_needs_more" in capsys.readouterr().out
+    assert "skipped although the GPUs suffice: test_second.test_needs_more" in capsys.readouterr().out
     sources[0] = "2"
     _, rows, not_run = run("--suites", "first")
     assert list(rows) == ["first"] and not_run == ["second"]
@@ -1125,7 +1131,7 @@ def test_logp_peer_that_fails(logp, monkeypatch, tmp_path):
 def test_logp_resumes_and_stops(logp, tmp_path, capsys):
     path, arguments = tmp_path / "a.json", ("--impl", "gemm", "torch", "--passes", "forward")
     _, first = logp_main(logp, path, *arguments, "--minutes", "0")
-    assert first["rows"] == [] and "out of time: 0 of 2 rows" in capsys.readouterr().out
+    assert first["rows"] == [] and "--minutes have passed: 0 of 2 rows measured" in capsys.readouterr().out
     logp_main(logp, path, "--impl", "gemm")
     _, both = logp_main(logp, path, *arguments, "--resume")
     assert [r["impl"] for r in both["rows"]] == ["gemm", "torch"] and "torch" in capsys.readouterr().out
@@ -1522,7 +1528,7 @@ def test_matmul_candidates(tiny, tmp_path, capsys, monkeypatch):
     algorithms = tiny.algorithms
     monkeypatch.setattr(tiny, "algorithms", lambda p: algorithms(p) | {"other": lambda a, b, bias, out: out.fill_(3.0)})
     assert tiny.main(command) == 1
-    assert "DIFFERENT BITS: tiny-1b." in capsys.readouterr().out
+    assert "DIFFERENT BITS from the chosen algorithm: tiny-1b." in capsys.readouterr().out
 
 
 def test_fit_linear(module, tmp_path, capsys, monkeypatch):
@@ -1848,7 +1854,7 @@ def test_sources_of_an_op_include_the_ops_it_uses(module):
     assert names == {"rms_norm": {"rms_norm"}, "qk_norm_rope": {"qk_norm_rope", "rms_norm", "rope"}}
     assert len({results.sources(), results.sources("rms_norm"), results.sources("rms_norm", "qk_norm_rope")}) == 3
     assert results.sources("rms_norm", "qk_norm_rope") == results.sources("qk_norm_rope")
-    with pytest.raises(AssertionError, match="norm: no op"):
+    with pytest.raises(AssertionError, match="got 'norm'"):
         results.sources("norm")
 
 

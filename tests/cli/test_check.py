@@ -1,4 +1,7 @@
-"""`alignkit check` without engines: plan, processes, results. `make check` runs the whole command."""
+"""`alignkit check` without engines: its plan of rows, its processes, its reports, and its rejected options.
+
+Jobs are short Python commands in place of engines. tests/e2e/test_check.py and `make check` run real engines.
+"""
 
 import base64
 import html
@@ -346,7 +349,8 @@ def test_tp_defaults_to_1_on_one_gpu(tmp_path, monkeypatch):
     assert run.Options(out=tmp_path).tp == 1
     if installed("vllm") and installed("megatron.core"):
         with pytest.raises(
-            InputError, match="tp: must be at most 1, the number of ranks that fit on this machine's GPUs, got 2"
+            InputError,
+            match=r"tp: must be at most 1 on this machine \(GPUs \* ALIGNKIT_RANKS_PER_GPU = 1 \* 1\), got 2",
         ):
             run.run(run.Options(out=tmp_path / "out", tp=2), run.Progress())
     monkeypatch.setenv("ALIGNKIT_RANKS_PER_GPU", "4")
@@ -366,7 +370,7 @@ def test_training_layouts_are_compared_with_a_batch(tmp_path, monkeypatch):
     if installed("vllm") and installed("megatron.core"):
         for name, why in (
             ("tp1-pp3-padded", "pp: must divide the model's 4 layers, got 3"),
-            ("tp1-cp3-one", "cp: must divide query heads = 8, got 3"),
+            ("tp1-cp3-one", "cp: must divide the 8 query heads, got 3"),
         ):
             with pytest.raises(InputError, match=why):
                 run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
@@ -381,7 +385,9 @@ def test_training_layouts_are_compared_with_a_batch(tmp_path, monkeypatch):
                 run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
         for module in ("run", "machine"):
             monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
-        with pytest.raises(InputError, match="training: every engine must fit on 1 GPUs .*, got one that needs 2"):
+        with pytest.raises(
+            InputError, match="training: engine .*-tp1-pp2: the number of ranks must be at most 1 .*, got 2"
+        ):
             run.run(run.Options(out=tmp_path / "out", trainings=["tp1-pp2-padded"]), run.Progress())
 
 
@@ -600,7 +606,7 @@ class _Tables(html.parser.HTMLParser):
 
 @pytest.fixture
 def long_report(tmp_path):
-    """Return a failing report, which has all parts, with long names wherever the machine gives one."""
+    """Return the report of a failed check, which has all parts, with long names of machine and versions."""
     pytest.importorskip("matplotlib")
     result = _result((-1.0, -2.5))
     result.info |= {"cpu": "A processor whose name is long " * 3, "system": "Linux-6.1.0-a-very-long-release-name-" * 3}
@@ -642,8 +648,8 @@ def test_the_report_fits_a_narrow_screen(tmp_path, long_report):
     "change, message",
     [
         (dict(contract="stock"), "contract: expected .*, got 'stock'"),
-        (dict(prompts=[[9]]), "prompts: must equal those of the job"),
-        (dict(values=[[]]), "tokens: every sequence must have sampled tokens, got none in sequence 0"),
+        (dict(prompts=[[9]]), r"prompts\[0\]: must equal the job's prompt"),
+        (dict(values=[[]]), r"tokens\[0\]: must have at least one sampled token, got none"),
     ],
 )
 def test_a_result_file_must_match_its_job(tmp_path, change, message):
@@ -777,7 +783,10 @@ def _add_head(path):
         (_config(rms_norm_eps=None), "rms_norm_eps: must be a positive number, got None"),
         (_config(logit_scale=0.5), "logit_scale: must be 1, got 0.5"),
         (_config(num_hidden_layers=2), "the checkpoint has no tensor 'model.layers.1."),
-        (_config(intermediate_size=1024), "gate_proj.weight: expected shape (1024, 512), got (1536, 512)"),
+        (
+            _config(intermediate_size=1024),
+            "gate_proj.weight: must have shape (1024, 512), computed from config.json, got (1536, 512)",
+        ),
         (_add_head, "tie_word_embeddings: "),
         (_truncate, "cannot read"),
         (lambda path: (path / "model.safetensors").unlink(), "has no model.safetensors"),

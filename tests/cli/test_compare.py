@@ -1,4 +1,4 @@
-"""`alignkit compare`: its output and exit status."""
+"""`alignkit compare` on small logprob files: output, exit status and rejected files."""
 
 import json
 
@@ -63,7 +63,7 @@ def test_a_truncated_file_is_rejected(alignkit, files):
     a, b = files("a", [-1.0, -2.0]), files("b", [-1.0, -2.0])
     b.write_bytes(b.read_bytes()[:-1])
     status, _, err = alignkit("compare", a, b)
-    assert status == 3 and err.count("\n") == 1 and f"{b}: truncated" in err
+    assert status == 3 and err.count("\n") == 1 and f"{b}: cannot be read as a safetensors file" in err
 
 
 def test_deeply_nested_metadata_is_rejected(alignkit, files):
@@ -73,7 +73,7 @@ def test_deeply_nested_metadata_is_rejected(alignkit, files):
         metadata, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
     save_file(tensors, b, metadata=metadata | {"meta": "[" * 10**5})
     status, out, err = alignkit("compare", a, b)
-    assert status == 3 and not out and err.count("\n") == 1 and f"{b}: meta is not JSON" in err
+    assert status == 3 and not out and err.count("\n") == 1 and f"{b}: meta: must be JSON" in err
 
 
 @pytest.mark.parametrize("args", [["compare"], ["compare", "a"], ["nothing"], ["compare", "a", "b", "--worst", "-1"]])

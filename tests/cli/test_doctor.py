@@ -1,4 +1,8 @@
-"""`alignkit doctor`: it reports the environment, tolerates missing engines and detects broken ops."""
+"""`alignkit doctor`: it reports the environment, tolerates missing engines and detects broken ops.
+
+The self-test of this machine's ops runs once; other tests replace parts of the environment. doctor.py's texts and this
+file change together.
+"""
 
 import importlib
 import re
@@ -152,8 +156,8 @@ def test_doctor_reports_stock_and_aligned_engines(half, module, monkeypatch):
 
 
 def test_doctor_reports_an_engine_that_cannot_be_patched(monkeypatch):
-    def refuse(adapter):
+    def reject(adapter):
         raise UnsupportedError("version 1.2.3")
 
-    monkeypatch.setattr(doctor, "ENGINES", {"megatron": ("torch", refuse)})
+    monkeypatch.setattr(doctor, "ENGINES", {"megatron": ("torch", reject)})
     assert "stock; patch_megatron() fails: UnsupportedError: version 1.2.3" in "\n".join(doctor.facts())

@@ -1,4 +1,7 @@
-"""`alignkit doctor --explain`: the selected kernel and the reasons against others, without a GPU."""
+"""`alignkit doctor --explain`: the selected kernel and the reasons against others, without a GPU.
+
+The last test compares with tests/ops/choices.json, which tests/ops/test_dispatch.py documents.
+"""
 
 import json
 from pathlib import Path
@@ -93,18 +96,18 @@ def test_each_op_has_a_kernel_on_each_family():
     "op,words,why",
     [
         ("attention", ["head_dim=80"], "head_dim: must be 64, 96, 128 or 256, got 80"),
-        ("attention", ["dtype=fp32"], "q, k, v: must be bf16"),
-        ("attention", ["aligned=no"], "q, k, v: must be bf16 with 16-byte aligned addresses and strides (TMA)"),
+        ("attention", ["dtype=fp32"], "q: dtype must be bf16, got fp32"),
+        ("attention", ["aligned=no"], "q: address must be a multiple of 16 bytes (TMA)"),
         ("attention", ["heads=65", "kv_heads=1"], "heads / kv_heads: must be at most 64, got 65"),
-        ("attention", ["rows=67108864"], "rows * heads: must be in [1, 1073741824), got 67108864 * 16"),
+        ("attention", ["rows=67108864"], "rows * heads: must be in [1, 1073741824), got 67108864 * 16 = 1073741824"),
         ("attention", ["rows=64", "heads=2"], None),
         ("attention_backward", ["head_dim=96"], None),
         ("attention_backward", ["head_dim=32"], "head_dim: must be 64, 96, 128 or 256, got 32"),
         ("attention_backward", ["rows=64", "heads=2"], None),
-        ("paged_attention", ["page=1"], "page: must be a multiple of 16 rows, got 1"),
+        ("paged_attention", ["page=1"], "page: the cache's block_size must be a multiple of 16, got 1"),
         ("paged_attention", ["page=48"], None),
         ("paged_attention", ["page=16", "head_dim=256"], None),
-        ("paged_attention", ["page=16", "pages=0"], "KV rows: must be in [1, 2^31), got 0"),
+        ("paged_attention", ["page=16", "pages=0"], "k: number of rows must be in [1, 2^31), got 0"),
     ],
 )
 def test_attention_selects_tma_if_its_requirements_hold(op, words, why):
@@ -122,7 +125,7 @@ def test_attention_selects_tma_if_its_requirements_hold(op, words, why):
 def test_few_rows_per_expert_select_grouped():
     lines = list(explain("moe_gated", ["rows=512", "k=2048", "n=1536", "experts=8"]))
     assert kernels(lines, "skipped") == ["many"] and kernels(lines, "selected") == ["grouped"]
-    assert any("rows per expert: must be over 64, got 512 / 8" in line for line in lines)
+    assert any("rows / experts: must be more than 64, got 512 / 8 = 64" in line for line in lines)
 
 
 def test_moe_pairs_selects_torch_for_too_many_experts():
@@ -135,7 +138,7 @@ def test_moe_pairs_selects_torch_for_too_many_experts():
 def test_scattered_expert_matrices_select_each():
     lines = list(explain("moe_products", [*LINEAR, "experts=8", "scattered=yes"]))
     assert kernels(lines, "skipped") == ["many", "few", "grouped"] and kernels(lines, "selected") == ["each"]
-    assert any("weights: must have the same strides and alignment for all experts" in line for line in lines)
+    assert any("expert matrices: strides and 16-byte alignment must be equal for all experts" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +149,11 @@ def test_scattered_expert_matrices_select_each():
         ("rms_norm", [], "rows, h: required, for example rows=64"),
         ("linear", ["leaves=3"], "rows, k, n: required"),
         ("linear", ["rows=99999999999", "k=64", "n=64"], "rows: must have at most 10 digits, got 99999999999"),
-        ("linear", ["rows=9999999999", "k=9999999999", "n=64"], "linear: a problem of this size is not possible"),
+        ("linear", ["rows=9999999999", "k=9999999999", "n=64"], "linear: the sizes must be those of a possible tensor"),
         ("attention", ["rows=64", "heads=32", "kv_heads=7", "head_dim=128"], "kv_heads: must divide heads = 32, got 7"),
         ("attention", ["rows=64", "heads=32", "kv_heads=0", "head_dim=128"], "kv_heads: must divide heads = 32, got 0"),
-        ("moe_experts", [], "op: 'moe_experts' consists of moe_pairs, moe_products"),
-        ("linear", [*LINEAR, "h=3"], "h: unknown name; linear takes family, backend, rows"),
+        ("moe_experts", [], "op: must be one of the parts of moe_experts (moe_pairs, moe_products"),
+        ("linear", [*LINEAR, "h=3"], "h: must be one of the names that linear takes (family, backend, rows"),
         ("linear", [*LINEAR, "rows=3"], "rows: given more than once, as 64 and 3"),
         ("linear", [*LINEAR, "aligned"], "aligned: expected aligned=VALUE, got 'aligned'"),
         ("linear", [*LINEAR, "aligned="], "aligned: value is missing, got 'aligned='"),
@@ -159,7 +162,7 @@ def test_scattered_expert_matrices_select_each():
         ("linear", ["rows=-1", "k=64", "n=64"], "rows: must be an integer >= 0, got '-1'"),
         ("silu_mul", ["family=sm80"], "family: must be one of cpu, sm90, got 'sm80'"),
         ("silu_mul", ["family=cpu", "backend=cuda"], "backend: must be one of cpu, reference, got 'cuda'"),
-        ("silu_mul", ["rows=3"], "rows: unknown name; silu_mul takes family, backend"),
+        ("silu_mul", ["rows=3"], "rows: must be one of the names that silu_mul takes (family, backend"),
     ],
 )
 def test_invalid_arguments_are_rejected(alignkit, op, words, message):

@@ -1,4 +1,7 @@
-"""Fork servers: processes with preloaded imports, from which `alignkit check` forks its engines on a CPU."""
+"""Fork servers (alignkit/check/forks.py), from which `alignkit check` forks its engine processes on a CPU.
+
+Small modules written by the tests take the place of engines.
+"""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Micro-batches of the training side of `alignkit check`."""
+"""Micro-batches of the training jobs of `alignkit check`: their token limit, and invalid values."""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""The random-weight checkpoint: its files, its model in transformers, and its usefulness for comparisons."""
+"""Random-weight checkpoints (alignkit/check/model.py) of every model family.
+
+transformers must load them. Their softmax must be neither flat nor saturated, so that comparisons detect drift.
+"""
 
 import json
 import math
@@ -64,7 +67,7 @@ def test_the_softmax_is_neither_flat_nor_saturated(tmp_path, arch, tied):
         (dict(arch="gpt2"), "arch: .*, got 'gpt2'"),
         (dict(dtype=torch.float16), "dtype: .*, got torch.float16"),
         (dict(heads=4, kv_heads=3), "heads: must be a multiple of kv_heads = 3, got 4"),
-        (dict(arch="qwen2", head_dim=32), "head_dim: qwen2 requires"),
+        (dict(arch="qwen2", head_dim=32), r"head_dim: heads \* head_dim must equal hidden = .* for qwen2"),
         (dict(arch="qwen3_moe", top_k=17), r"top_k: must be in \[1, 16\] for 16 experts, got 17"),
         (dict(arch="mixtral", normalize_top_k=False), "normalize_top_k: .*, got False"),
         (dict(arch="mixtral", dense_layers=[0]), "dense_layers: must be None or empty for mixtral, got .0."),

@@ -1,4 +1,8 @@
-"""Routing comparison: mapping rows to tokens in both engines, and detecting rerouted tokens."""
+"""Count of rerouted tokens (alignkit/check/routing.py): tokens with another expert in training than in rollout.
+
+Recorded rows of both engines must map to the right tokens. Megatron's real router is used if installed; vLLM's steps
+are fakes.
+"""
 
 from types import SimpleNamespace
 
@@ -13,7 +17,7 @@ from alignkit.errors import InputError
 
 
 def sequences_of(*lengths):
-    """Return sequences with a one-token prompt and the sequences_of numbers of sampled tokens."""
+    """Return sequences with a one-token prompt and the given numbers of sampled tokens."""
     return Logprobs([[1]] * len(lengths), [[2] * n for n in lengths], [torch.zeros(n) for n in lengths], "stock")
 
 
@@ -42,7 +46,7 @@ def test_nan_logits_are_not_compared(tmp_path):
 
 
 def test_a_shape_mismatch_is_rejected(tmp_path):
-    with pytest.raises(InputError, match="expected choices of shape"):
+    with pytest.raises(InputError, match="'chosen': must have the shape"):
         compared(tmp_path, [[[1.0, 0.0]]], [[[1, 0]], [[0, 1]]])
 
 

@@ -1,4 +1,7 @@
-"""Exit statuses: 1 means only "not equal"; every other outcome has its own status."""
+"""Exit statuses of all commands: 1 means only "not equal", and every other outcome has its own status.
+
+A new status needs a line in `alignkit --help` and in docs/drift.md, which a test compares.
+"""
 
 import io
 import os
@@ -13,6 +16,7 @@ import torch
 from alignkit import cli, drift
 from alignkit.check import plan
 from alignkit.drift import Logprobs, save
+from alignkit.drift.bisect import points
 from alignkit.errors import BackendError, InputError, UnsupportedError
 
 
@@ -114,6 +118,10 @@ def test_exit_statuses_are_distinct_and_documented(alignkit):
     assert all(f"| {s} |" in text for s in (0, *statuses))
 
 
+def test_names_in_the_help_equal_the_names_that_the_commands_accept():
+    assert cli.DTYPES == plan.DTYPES and cli.BISECT_OPS == points.OPS
+
+
 @pytest.mark.parametrize(
     "error, message",
     [
@@ -163,7 +171,3 @@ def test_a_broken_torch_is_an_unexpected_error(files):
     with process("compare", *files, code=code, stdout=subprocess.PIPE) as child:
         _, err = child.communicate(timeout=120)
     assert child.returncode == cli.EXIT_UNEXPECTED and err.startswith("unexpected ModuleNotFoundError: ")
-
-
-def test_cli_dtypes_match_the_plan():
-    assert cli.DTYPES == plan.DTYPES

@@ -1,4 +1,4 @@
-"""Metrics of `compare` against values computed by hand, and rejected inputs."""
+"""`alignkit.drift.compare`: metrics against values computed by hand, and rejected inputs."""
 
 import json
 import math
@@ -96,7 +96,10 @@ def test_large_sequence_differences_do_not_overflow():
             dict(values=[[-1.0, -2.0]], tokens=[[5, 8]]),
             "tokens: sequence 0, position 1: token ids must be equal, got 6 in rollout and 8",
         ),
-        (dict(values=[[-1.0]], tokens=[[5]]), "tokens: sequence 0: must have the same length in both, got 2 and 1"),
+        (
+            dict(values=[[-1.0]], tokens=[[5]]),
+            "tokens: sequence 0: rollout and training must have the same length, got 2 and 1",
+        ),
         (
             dict(values=[[-1.0, -2.0]] * 2, tokens=[[5, 6]] * 2),
             "prompts: rollout and training must have the same number of sequences, got 1 and 2",
@@ -120,7 +123,7 @@ def test_a_contract_mismatch_can_be_allowed():
 
 @pytest.mark.parametrize("values", [[], [[]]])
 def test_empty_sides_are_rejected(values):
-    with pytest.raises(InputError, match="tokens: at least one sampled token"):
+    with pytest.raises(InputError, match="tokens: rollout and training must have at least one sampled token"):
         compare(logprobs(values), logprobs(values))
 
 
@@ -160,9 +163,14 @@ def test_compare_tensors_accepts_bf16_and_detaches():
             "train_logp: expected rollout_logp's dtype torch.float32, got torch.bfloat16",
         ),
         (torch.zeros(1, 3), torch.zeros(1, 3), torch.ones(3), "mask: expected shape"),
-        (torch.zeros(1, 3), torch.zeros(1, 3), torch.full((1, 3), 0.5), "mask: expected only the values 0 and 1"),
+        (
+            torch.zeros(1, 3),
+            torch.zeros(1, 3),
+            torch.full((1, 3), 0.5),
+            r"mask: expected only the values 0 and 1, got 0.5 at \[0, 0\]",
+        ),
         (torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, 3), "mask: must select at least one token"),
-        (torch.zeros(0, 3), torch.zeros(0, 3), None, "rollout_logp: must not be empty"),
+        (torch.zeros(0, 3), torch.zeros(0, 3), None, "rollout_logp: must have at least one value"),
     ],
 )
 def test_invalid_tensors_are_rejected(a, b, mask, message):

@@ -1,4 +1,7 @@
-"""Logprob files: bitwise round trips, and rejection of malformed files, with the name of the fault."""
+"""Logprob files: bitwise round trips, and rejection of malformed files with the name of the fault.
+
+Files are damaged by the tests. A huge tensor or header must be rejected before it is read.
+"""
 
 import contextlib
 import json
@@ -58,7 +61,7 @@ def test_a_truncated_file_is_rejected(path):
     whole = path.read_bytes()
     for size in (0, 4, 8, 200, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(InputError, match="a.safetensors: truncated or not a safetensors file"):
+        with pytest.raises(InputError, match="a.safetensors: cannot be read as a safetensors file"):
             load(path)
 
 
@@ -70,10 +73,12 @@ def test_a_missing_file_is_rejected(tmp_path):
 def test_a_file_of_another_format_is_rejected(tmp_path):
     path = tmp_path / "b"
     path.write_text("a text file, long enough to be mistaken for a header")
-    with pytest.raises(InputError, match="b: truncated or not a safetensors"):
+    with pytest.raises(InputError, match="b: cannot be read as a safetensors file"):
         load(path)
     save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(InputError, match="b: not a logprob file: a safetensors file whose"):
+    with pytest.raises(
+        InputError, match="b: expected a logprob file with the metadata format = 'alignkit-logprobs', got None"
+    ):
         load(path)
 
 
@@ -81,14 +86,14 @@ def test_a_file_of_another_format_is_rejected(tmp_path):
     "change, message",
     [
         (dict(metadata={"format_version": "9"}), "format_version: .*, got '9'"),
-        (dict(drop=["contract"]), "the metadata has no contract id"),
+        (dict(drop=["contract"]), "contract: must be in the metadata, got none"),
         (dict(metadata={"contract": ""}), "contract: expected a string of 1 to 200"),
-        (dict(metadata={"meta": "{"}), "meta is not JSON"),
-        (dict(metadata={"meta": "[]"}), "meta is not a JSON object"),
-        (dict(metadata={"meta": "[" * 10**5}), "meta is not JSON"),
-        (dict(metadata={"meta": '{"a": ' * 10**5}), "meta is not JSON"),
+        (dict(metadata={"meta": "{"}), "meta: must be JSON"),
+        (dict(metadata={"meta": "[]"}), "meta: must be a JSON object, got a list"),
+        (dict(metadata={"meta": "[" * 10**5}), "meta: must be JSON"),
+        (dict(metadata={"meta": '{"a": ' * 10**5}), "meta: must be JSON"),
         (dict(metadata={"meta": '{"n": 3}'}), "meta: keys and values must be strings, got 'n': 3"),
-        (dict(metadata={"meta": '{"n": ' + "9" * 5000 + "}"}), "meta is not JSON"),
+        (dict(metadata={"meta": '{"n": ' + "9" * 5000 + "}"}), "meta: must be JSON"),
         (dict(metadata={"contract": "x" * 201}), "contract: expected a string of 1 to 200 .*, got 'x"),
         (dict(metadata={"contract": "stock\n"}), "contract: .*ASCII"),
         (dict(drop=["tokens"]), "tensor 'tokens' is missing"),
@@ -97,9 +102,12 @@ def test_a_file_of_another_format_is_rejected(tmp_path):
             dict(tensors={"logprobs": torch.zeros(3, 1)}),
             r"tensor 'logprobs': expected F32 of one dimension, got F32 of shape \[3, 1\]",
         ),
-        (dict(tensors={"logprobs": torch.zeros(2)}), "'offsets' does not partition the 2 values of 'logprobs'"),
-        (dict(tensors={"offsets": torch.tensor([0, 4, 2, 3])}), "'offsets' does not partition"),
-        (dict(tensors={"offsets": torch.tensor([0, 2**63 - 1, -(2**63), -1, 3])}), "'offsets' does not partition"),
+        (dict(tensors={"logprobs": torch.zeros(2)}), "'offsets': must end with 2, the number of 'logprobs', got 3"),
+        (
+            dict(tensors={"offsets": torch.tensor([0, 4, 2, 3])}),
+            "'offsets': must not decrease, got 4 then 2 at index 1",
+        ),
+        (dict(tensors={"offsets": torch.tensor([0, 2**63 - 1, -(2**63), -1, 3])}), "'offsets': must not decrease"),
         (dict(tensors={"offsets": torch.tensor([0, 3])}), "prompts: expected 1 sequences as in tokens, got 3"),
         (dict(tensors={"tokens": torch.tensor([9, -2, 6])}), "tokens: sequence 0: every token id must be"),
     ],
@@ -200,15 +208,18 @@ def test_only_tensors_of_the_format_are_read(path, change, read, monkeypatch):
         ),
         (
             dict(logprobs=[torch.zeros(2).double(), torch.zeros(1), torch.zeros(0)]),
-            "sequence 0: expected torch.float32, got torch.float64",
+            "sequence 0: expected a torch.float32 tensor, got torch.float64",
         ),
-        (dict(logprobs=[[-1.0, -2.0], torch.zeros(1), torch.zeros(0)]), "sequence 0: expected torch.float32, got list"),
+        (
+            dict(logprobs=[[-1.0, -2.0], torch.zeros(1), torch.zeros(0)]),
+            "sequence 0: expected a torch.float32 tensor, got list",
+        ),
         (dict(tokens=[[9, 2.0], [6], []]), "tokens: sequence 0: every token id must be"),
         (dict(contract=""), "contract: expected a string"),
         (dict(contract="Ω"), "contract: .*ASCII"),
         (dict(contract=None), "contract: expected a string .*, got None"),
         (dict(tokens=None), "tokens: expected a list of lists"),
-        (dict(prompts=[[3], None, [15]]), "prompts: expected a list of lists"),
+        (dict(prompts=[[3], None, [15]]), "prompts: sequence 1: expected a list of token ids, got NoneType"),
         (dict(tokens=[[9, 2**63], [6], []]), "tokens: sequence 0: every token id must be"),
         (dict(tokens=[[9, True], [6], []]), "tokens: sequence 0: every token id must be"),
         (dict(prompts=[[]] * (2**20 + 1)), "prompts: a file holds at most 1048576 sequences, got 1048577"),

@@ -1,4 +1,8 @@
-"""The monitor: metrics against the frameworks' formulas, its files, and its `DriftError`."""
+"""The drift monitor: its metrics, its record and replay files, its sinks, and its `DriftError`.
+
+`verl_by_hand` and `nemo_by_hand` restate the frameworks' formulas, which the metrics must match. Faults are planted in
+logprobs. The real wandb and tensorboard run if installed.
+"""
 
 import json
 import math
@@ -547,7 +551,7 @@ def test_missing_wandb_and_tensorboard_are_skipped_unless_requested(tmp_path, mo
     rollout, _, mask = batch()
     monitor(tmp_path, sinks=None).log(1, rollout, rollout, mask)
     assert "wandb" not in sys.modules
-    with pytest.raises(UnsupportedError, match="sinks: 'tensorboard' needs"):
+    with pytest.raises(UnsupportedError, match="sinks: 'tensorboard' requires"):
         monitor(tmp_path / "b", sinks=["tensorboard"])
 
 
@@ -670,24 +674,24 @@ def test_invalid_replays_are_rejected(tmp_path):
     assert_rejected("no such file, expected a replay")
     for cut in (0, 7, 100, len(good) - 1):
         path.write_bytes(good[:cut])
-        assert_rejected("truncated")
+        assert_rejected("cannot be read as a safetensors file")
     path.write_bytes((2**30).to_bytes(8, "little") + good[8:])
-    assert_rejected("truncated")
+    assert_rejected("cannot be read as a safetensors file")
     with open(path, "wb") as file:  # a sparse header of 512 MiB
         file.write((2**29).to_bytes(8, "little"))
         file.truncate(2**29 + 8)
     assert_rejected("header of a replay must have at most")
     for change, match in (
-        ({"format": "other"}, "not a replay"),
+        ({"format": "other"}, "expected a replay with .*, got 'other'"),
         ({"format_version": "9"}, "format_version: .*, got '9'"),
-        ({"info": "{"}, "not JSON"),
-        ({"info": "[]"}, "not a JSON object"),
+        ({"info": "{"}, "info: must be JSON"),
+        ({"info": "[]"}, "info: must be a JSON object"),
     ):
         save_file(tensors, path, metadata={**metadata, **change})
         assert_rejected(match)
     for change, match in (
-        ({"mask": tensors["mask"][:2].clone()}, "'mask': expected BOOL .*, got BOOL of shape"),
-        ({"train_logp": tensors["train_logp"].double()}, "'train_logp': expected F32 or BF16 .*, got F64"),
+        ({"mask": tensors["mask"][:2].clone()}, "'mask': must have the shape of 'rollout_logp', "),
+        ({"train_logp": tensors["train_logp"].double()}, "'train_logp': must have dtype F32 or BF16, got F64"),
         ({f"context.{i}": torch.zeros(1) for i in range(200)}, "at most 100 tensors, got 203"),
     ):
         save_file({**tensors, **change}, path, metadata=metadata)

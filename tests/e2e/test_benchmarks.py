@@ -1,4 +1,7 @@
-"""Benchmarks of whole engines at a small size on a CPU."""
+"""Scripts of benchmarks/ with real engines on a CPU, at their size "small". All tests are slow (`make test-slow`).
+
+The result files must have the fields that benchmarks/tables.py reads, and aligned rows must be bit-equal.
+"""
 
 import itertools
 import json

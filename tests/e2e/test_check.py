@@ -1,4 +1,8 @@
-"""Pairings of rollout and training of `alignkit check` on real engines."""
+"""`alignkit check` with real vLLM and Megatron-core on a CPU: every pairing of a rollout and a training layout.
+
+Aligned rows must be bit-equal, and stock rows must drift, or equality would prove nothing. `make test` runs a part,
+`make test-slow` the rest.
+"""
 
 import itertools
 import json

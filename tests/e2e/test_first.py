@@ -1,4 +1,4 @@
-"""First example of the README: both engines in one process."""
+"""The README's first example (examples/first.py): real vLLM and Megatron-core in one process on a CPU."""
 
 import subprocess
 import sys

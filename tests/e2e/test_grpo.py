@@ -1,4 +1,8 @@
-"""GRPO example: rollout, recomputation, training step and weight update of the running engine."""
+"""The GRPO example (examples/grpo.py) with real engines on a CPU.
+
+Each step is a rollout, the training logprobs, an optimizer step and a weight update of the running engine. The
+importance ratio must stay exactly 1 if aligned, and must not if stock.
+"""
 
 import json
 import subprocess

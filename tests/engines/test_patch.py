@@ -1,4 +1,7 @@
-"""The patch base class of both adapters (alignkit/engines/patch.py), tested on a fake engine."""
+"""The patch base class of both adapters (alignkit/engines/patch.py), with a fake engine.
+
+tests/vllm/test_patch.py and tests/megatron/test_patch.py test the real patches.
+"""
 
 import types
 
@@ -60,7 +63,7 @@ def test_apply_replaces_and_undo_restores():
 def test_a_second_apply_with_other_options_is_rejected():
     with (
         EnginePatch.apply(size=7),
-        pytest.raises(InputError, match="size: must be 7, with which the engine is already patched, got 8"),
+        pytest.raises(InputError, match="size: must be 7, as in the active patch of the engine, got 8"),
     ):
         EnginePatch.apply(size=8)
     assert stock() == STOCK

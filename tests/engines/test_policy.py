@@ -1,4 +1,7 @@
-"""Policy tables (alignkit/engines/policy.py), tested on fake configurations."""
+"""Policy tables (alignkit/engines/policy.py), with fake configurations of a fake engine.
+
+tests/vllm/test_policy.py and the test_rejections.py of both engines test the real tables.
+"""
 
 import dataclasses
 import functools
@@ -44,7 +47,7 @@ def reasons_for(config, limit=3):
 
 
 @pytest.mark.parametrize("config", [Config(9), Config(1, moe_experts=2), Described(9)])
-def test_allowed_values_give_no_refusal(config):
+def test_allowed_values_are_accepted(config):
     assert reasons_for(config) == []
 
 
@@ -69,5 +72,5 @@ def test_a_field_must_have_its_required_value():
 
 def test_an_unknown_field_without_a_default_is_named():
     assert default(Described, "size") is default(Config, "size")
-    (refusal,) = refusals(Config(1), Policy(free="").rows_for(["size"], functools.partial(default, Config)))
-    assert refusal == "size: no value is supported, because alignkit does not know this field, got 1"
+    (reason,) = refusals(Config(1), Policy(free="").rows_for(["size"], functools.partial(default, Config)))
+    assert reason == "size: no value is supported, because alignkit does not know this field of this version, got 1"

@@ -1,7 +1,7 @@
 """``python -m tests.fuzz``: run random calls of the ops, and random faults on one of two tensor-parallel ranks.
 
 A call must return the right bits or raise one clear error, and a fault must raise on both ranks. The exit status is 1
-otherwise.
+otherwise. `make fuzz` writes benchmarks/results/cpu/fuzz.json; run.py defines its keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Random calls: a well-formed problem, then unusual forms of its arguments, or errors in them.
+"""Random calls: a well-formed problem of problems.py, then unusual forms of its arguments, or errors in them.
 
-The changes to a problem determine the allowed outcomes. `ANSWER`: the bits of the well-formed twin. `REFUSE`: one clear
-error. `EITHER`: either of the two, because a caller may mean the twin but the documentation does not promise it.
+The changes to a problem determine the allowed outcomes. `ANSWER`: the bits of the well-formed twin. `REJECT`: one clear
+error. `EITHER`: both are allowed, because the documentation does not promise that the caller means the twin.
 
 Any change to the random choices here or in problems.py changes the calls that SEED:INDEX names. `names` are beginnings
 of the ops' error messages, and change with them.
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from . import modes
 from .problems import Problem, Scalar, Source, Tensor, problem
 
-ANSWER, EITHER, REFUSE = "answer", "either", "refuse"
+ANSWER, EITHER, REJECT = "answer", "either", "reject"
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Draw:
     """A function transform (`wrap`) and the argument to which it applies."""
 
     def tighten(self, must: str) -> None:
-        self.must = max(self.must, must, key=(ANSWER, EITHER, REFUSE).index)
+        self.must = max(self.must, must, key=(ANSWER, EITHER, REJECT).index)
 
     def text(self) -> str:
         """Return the call as one line."""
@@ -115,7 +115,7 @@ def draw(seed: int, index: int) -> Draw:
     elif p.schema and s.chance(0.08) and not set(d.forward) & set(modes.FORWARD):
         d.leaves = [n for n, t in p.tensors().items() if t.leaf and not _is_inference_tensor(d.args[n])]
         if d.leaves:  # the op has no gradients
-            d.tighten(REFUSE)
+            d.tighten(REJECT)
             d.names |= {p.op, "backward", "gradient"}
     d.names |= {"device"} | ({"table"} if p.op == "rope" else set())
     for n in d.leaves:
@@ -372,7 +372,7 @@ def _wrong_scalar(d: Draw, s: Source) -> None:
     value = a.value
     draws = [lambda v, bad=bad: bad for bad in (*KINDS[a.kind], *a.bad)]
     if a.kind in ("tp", "device", "dtype", "group", "score"):
-        put, must = s.rng.choice([*draws, lambda v: _Plain(), lambda v: 2])(value), REFUSE
+        put, must = s.rng.choice([*draws, lambda v: _Plain(), lambda v: 2])(value), REJECT
         if a.kind == "device" and put == "meta":
             must = EITHER
             d.twin[name] = put
@@ -394,7 +394,7 @@ def _wrong_scalar(d: Draw, s: Source) -> None:
             )
         )
         must = (
-            REFUSE
+            REJECT
             if isinstance(put, _Raises) or (isinstance(put, torch.Tensor) and (put.ndim or put.device.type == "meta"))
             else EITHER
         )
@@ -402,7 +402,7 @@ def _wrong_scalar(d: Draw, s: Source) -> None:
             d.twin[name] = bool(put)
     elif s.chance(0.7):
         choices = [*draws, *NEVER] + ([] if a.optional else [lambda v: None])
-        put, must = s.rng.choice(choices)(value), REFUSE
+        put, must = s.rng.choice(choices)(value), REJECT
     else:
         must = EITHER
         form = s.rng.choice(WHOLE if a.kind.endswith("int") else NUMBERS)
@@ -498,7 +498,7 @@ FORMS = {
     "uninitialized": lambda t: torch.nn.UninitializedParameter(),
     "opaque": lambda t: _Opaque(t),
     "a module": lambda t: torch.nn.Linear(1, 1),
-    "looks like a tensor": _Duck,
+    "duck-typed tensor": _Duck,
     "an object that raises": lambda t: _Raises(),
 }
 """Invalid replacements of a tensor, by name."""
@@ -538,7 +538,7 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
             d.args[name] = (FORMS | ODD_FORMS)[form](t)
     except (RuntimeError, TypeError, ValueError, IndexError):
         return  # torch does not support this form
-    d.tighten(EITHER if form in ODD_FORMS else REFUSE)
+    d.tighten(EITHER if form in ODD_FORMS else REJECT)
     d.touched.add(name)
     d.names.add(name)
     if form in ("meta", "fake"):
@@ -574,7 +574,7 @@ def _wrong_shape(d: Draw, s: Source) -> None:
         d.args[name] = s.floats(*shape, dtype=torch.float32, finite=True).to(t.dtype)
     else:
         d.args[name] = torch.zeros(shape, dtype=t.dtype, device="cpu")
-    d.tighten(REFUSE)
+    d.tighten(REJECT)
     d.touched.add(name)
     d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)}
     d.names |= {"num_chunks", "top_k", "groups"}
@@ -616,7 +616,7 @@ def _wrong_dtype(d: Draw, s: Source) -> None:
         t = d.args[n]
         d.args[n] = (t.clone() if t.is_inference() else t).detach().to(dtype)
         d.touched.add(n)
-    d.tighten(REFUSE)
+    d.tighten(REJECT)
     d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)}
     d.what.append(f"{'all of ' if together else ''}{name}: {dtype}")
 
@@ -626,7 +626,7 @@ def _own_fault(d: Draw, s: Source) -> None:
     if d.problem.faults and not d.touched:
         what, put, names = s.rng.choice(d.problem.faults)
         put(d.args)
-        d.tighten(REFUSE)
+        d.tighten(REJECT)
         d.touched |= set(d.args)
         d.names |= set(names)
         d.what.append(what)
@@ -634,7 +634,7 @@ def _own_fault(d: Draw, s: Source) -> None:
 
 def _wrong_backward(d: Draw, s: Source) -> None:
     """Request a gradient of another kind, or a second derivative."""
-    d.tighten(REFUSE)
+    d.tighten(REJECT)
     d.names |= {d.problem.op, "backward", "double backward", "gradient"}
     # A weight's gradient that is added to main_grad is not returned and cannot be differentiated.
     returned = [n for n in d.leaves if n != "weight" or d.args.get("main_grad") is None]
@@ -665,7 +665,7 @@ def _transform(d: Draw, s: Source) -> None:
         d.wrapped = d.wrap = ""  # an assertion of torch fails in both modes
         return
     lost = d.wrap == "forward AD" and d.problem.given[d.wrapped].leaf and "inference mode" not in d.forward
-    d.tighten(REFUSE if d.wrap == "fake mode" or lost else EITHER)
+    d.tighten(REJECT if d.wrap == "fake mode" or lost else EITHER)
     call = getattr(d.problem.call, "__name__", "")
     d.names |= {d.wrap, d.problem.op, call, "rope_table", "torch.func", "vmap", "forward", *d.problem.given}
     d.leaves, d.twice = [], ""

@@ -1,7 +1,7 @@
 """Random forward passes of a GPTModel on two tensor-parallel ranks, each with a fault on one rank.
 
-Any change to the random choices changes the faults that SEED:INDEX names. Keys of FAULTS are stored in
-benchmarks/results/cpu/fuzz.json.
+pair.py runs them with real Megatron-core. Any change to the random choices changes the faults that SEED:INDEX names.
+Keys of FAULTS are stored in benchmarks/results/cpu/fuzz.json.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .draw import ANSWER, EITHER, NEVER, NUMBERS, REFUSE, Subclass, _jagged, _Opaque, _Raises, describe
+from .draw import ANSWER, EITHER, NEVER, NUMBERS, REJECT, Subclass, _jagged, _Opaque, _Raises, describe
 
 VOCAB, IGNORE = 300, -100
 """Vocabulary size and ignored label; Megatron pads 300 to 512 at TP 2, so rank 1 has padding."""
@@ -58,7 +58,7 @@ class Fault:
         rank: Rank on which `change` modifies the call.
         kind: Key of FAULTS, or "control".
         what: Description of the change.
-        must: ANSWER, EITHER or REFUSE.
+        must: ANSWER, EITHER or REJECT.
         rebuild: Whether the change leaves the models unusable.
     """
 
@@ -68,7 +68,7 @@ class Fault:
     rank: int = 0
     kind: str = "control"
     what: str = ""
-    must: str = REFUSE
+    must: str = REJECT
     change: Callable[[Call], None] | None = None
     rebuild: bool = False
 
@@ -189,9 +189,9 @@ def _wrong_kind(fault: Fault, rng: random.Random) -> None:
             lambda v: torch.ones(s, s).bool().triu(1),
         ]
     value = rng.choice(things)(old)
-    must = REFUSE
+    must = REJECT
     if name == "mask" and isinstance(value, torch.Tensor) and value.shape[-2:] == (call.tokens.shape[1],) * 2:
-        must = EITHER if bool((value.bool() == torch.ones_like(value).bool().triu(1)).all()) else REFUSE
+        must = EITHER if bool((value.bool() == torch.ones_like(value).bool().triu(1)).all()) else REJECT
     _set_arguments(fault, f"{name}: {describe(value)}", must, **{name: value})
 
 
@@ -209,7 +209,7 @@ def _other_value(fault: Fault, rng: random.Random) -> None:
             _set_arguments(
                 fault,
                 f"cu_seqlens {other} instead of {starts}",
-                REFUSE,
+                REJECT,
                 starts=torch.tensor(other, dtype=torch.int32 if isinstance(other[0], int) else torch.float32),
             )
         return
@@ -221,10 +221,10 @@ def _other_value(fault: Fault, rng: random.Random) -> None:
             other[position] *= rng.choice((0.5, 1.01, 2.0))
         elif rng.random() < 0.3:
             other = torch.full(call.labels.shape, 0.9)
-        _set_arguments(fault, f"temperature: other values, {describe(other)}", REFUSE, temperature=other)
+        _set_arguments(fault, f"temperature: other values, {describe(other)}", REJECT, temperature=other)
         return
     if name == "ignore_index":
-        _set_arguments(fault, "ignore_index: another", REFUSE, ignore_index=rng.choice((-1, VOCAB, 5, -101)))
+        _set_arguments(fault, "ignore_index: another", REJECT, ignore_index=rng.choice((-1, VOCAB, 5, -101)))
         return
     t = getattr(call, name).clone()
     position = tuple(rng.randrange(n) for n in t.shape)
@@ -236,7 +236,7 @@ def _other_value(fault: Fault, rng: random.Random) -> None:
         return
     what = f"{name}: {new} instead of {int(t[position])} at {position}"
     t[position] = new
-    _set_arguments(fault, what, REFUSE, **{name: t})
+    _set_arguments(fault, what, REJECT, **{name: t})
 
 
 def _other_shape(fault: Fault, rng: random.Random) -> None:
@@ -261,7 +261,7 @@ def _other_shape(fault: Fault, rng: random.Random) -> None:
     if values[names[0]].shape != old.shape:
         if "positions" in names:
             values["mask"] = None
-        _set_arguments(fault, f"{', '.join(names)}: shape {tuple(values[names[0]].shape)}", REFUSE, **values)
+        _set_arguments(fault, f"{', '.join(names)}: shape {tuple(values[names[0]].shape)}", REJECT, **values)
 
 
 def _equivalent(fault: Fault, rng: random.Random) -> None:
@@ -382,22 +382,22 @@ def _other_setting(fault: Fault, rng: random.Random) -> None:
         _add_context(
             fault,
             lambda m: _attribute(norms[name](m), "eps", norms[name](m).eps * factor),
-            REFUSE,
+            REJECT,
             f"eps of {name} times {factor}",
         )
     elif what == "wrong eps":
         eps = rng.choice((0.0, -1.0, None, "x", float("nan")))
-        _add_context(fault, lambda m: _attribute(norms[name](m), "eps", eps), REFUSE, f"eps of {name}: {eps!r}")
+        _add_context(fault, lambda m: _attribute(norms[name](m), "eps", eps), REJECT, f"eps of {name}: {eps!r}")
     elif what == "rotary base":
-        _add_context(fault, lambda m: _attribute(m, "rotary_base", 5e5), REFUSE, "rotary_base: 500000")
+        _add_context(fault, lambda m: _attribute(m, "rotary_base", 5e5), REJECT, "rotary_base: 500000")
     elif what == "MoE":
-        _add_context(fault, lambda m: _attribute(m.config, "num_moe_experts", 2), REFUSE, "num_moe_experts: 2")
+        _add_context(fault, lambda m: _attribute(m.config, "num_moe_experts", 2), REJECT, "num_moe_experts: 2")
     elif what == "padded vocab":
         _add_context(
-            fault, lambda m: _attribute(m, "vocab_size", m.vocab_size + 128), REFUSE, "padded vocab_size: another"
+            fault, lambda m: _attribute(m, "vocab_size", m.vocab_size + 128), REJECT, "padded vocab_size: another"
         )
     elif what == "true vocab":
-        _add_context(fault, lambda m: _vocab(VOCAB - 1), REFUSE, f"patched with vocab_size {VOCAB - 1}")
+        _add_context(fault, lambda m: _vocab(VOCAB - 1), REJECT, f"patched with vocab_size {VOCAB - 1}")
     else:
         _add_context(
             fault, lambda m: _attribute(m.config, "layernorm_epsilon", 0.1), EITHER, "config.layernorm_epsilon: 0.1"
@@ -430,7 +430,7 @@ def _other_dtype(fault: Fault, rng: random.Random) -> None:
 
     tied = part == "output layer" and MODELS[fault.call.model][2]
     if not tied:
-        _add_context(fault, cast, REFUSE, f"{part}.to({dtype})")
+        _add_context(fault, cast, REJECT, f"{part}.to({dtype})")
         fault.rebuild = True
 
 
@@ -448,7 +448,7 @@ def _cross_entropy(fault: Fault, rng: random.Random) -> None:
                 ("logits: narrow", {"logits": lambda t: t[..., :-1]}),
             )
         )
-        _set_arguments(fault, what, REFUSE, **values)
+        _set_arguments(fault, what, REJECT, **values)
 
 
 class _Context:
@@ -466,21 +466,21 @@ def _own_exception(fault: Fault, rng: random.Random) -> None:
     if rng.random() < 0.7:
         name = rng.choice(sorted(_arguments(fault.call) - {"positions"}))
         value = rng.choice((_Raises(), _Opaque(fault.call.tokens), _Context()))
-        _set_arguments(fault, f"{name}: {describe(value)}", REFUSE, **{name: value})
+        _set_arguments(fault, f"{name}: {describe(value)}", REJECT, **{name: value})
         return
 
     @contextlib.contextmanager
     def hook(model):
-        def refuse(*_):
+        def reject(*_):
             raise KeyError("a hook's own error")
 
-        handle = model.register_forward_pre_hook(refuse)
+        handle = model.register_forward_pre_hook(reject)
         try:
             yield
         finally:
             handle.remove()
 
-    _add_context(fault, hook, REFUSE, "a forward hook that raises")
+    _add_context(fault, hook, REJECT, "a forward hook that raises")
 
 
 def _other_call(fault: Fault, rng: random.Random) -> None:
@@ -488,14 +488,14 @@ def _other_call(fault: Fault, rng: random.Random) -> None:
     call = fault.call
     if rng.random() < 0.5:
         other = next(name for name in MODELS if name != call.model)
-        _set_arguments(fault, f"model: {other}", REFUSE, model=other)
+        _set_arguments(fault, f"model: {other}", REJECT, model=other)
     elif call.kind in ("logprobs", "loss") and not isinstance(call.temperature, torch.Tensor):
         # The loss is the negated result of `logprobs` at temperature 1.
         other = "loss" if call.kind == "logprobs" else "logprobs"
         _set_arguments(
             fault,
             f"{other} instead of {call.kind}",
-            EITHER if call.temperature == 1.0 and not call.return_entropy else REFUSE,
+            EITHER if call.temperature == 1.0 and not call.return_entropy else REJECT,
             kind=other,
         )
 

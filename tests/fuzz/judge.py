@@ -1,6 +1,7 @@
-"""Verdicts on generated calls.
+"""Verdicts on random calls: the result or error of a call, compared with the outcomes that draw.py allows.
 
-Run in the worker processes of pool.py; run.py reads the keys of `judge`, and counts VERDICTS.
+It runs in the worker processes of pool.py; run.py reads the keys of `judge`. VERDICTS are stored keys of
+benchmarks/results/cpu/fuzz.json.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from alignkit.errors import AlignkitError
 from alignkit.testing import bits
 
 from . import modes
-from .draw import ANSWER, REFUSE, Draw, Subclass, _fake, draw
+from .draw import ANSWER, REJECT, Draw, Subclass, _fake, draw
 from .problems import expected
 
 VERDICTS = ("right", "clear error", "wrong", "obscure", "crashed", "hung")
@@ -193,7 +194,7 @@ def _gradient(d: Draw, i: int, t: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def _judge_answer(d: Draw, got: dict[str, torch.Tensor]) -> tuple[str, str]:
-    if d.must == REFUSE:
+    if d.must == REJECT:
         return "wrong", "returned a result"
     if d.twin.get("device") == "meta" or d.args.get("device") == "meta":
         return ("right", "") if got["result 0"].device.type == "meta" else ("wrong", "not on meta")

@@ -1,4 +1,7 @@
-"""Process states that a caller may have set, as context managers."""
+"""Process states that a caller may have set, such as the default dtype or autocast, as context managers by name.
+
+draw.py chooses among them, and judge.py enters them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two Megatron tensor-parallel rank processes that run the same forward, with a fault on one rank."""
+"""Two Megatron tensor-parallel rank processes that run the same forward pass, with a fault of faults.py on one rank.
+
+The processes stay alive between faults and are replaced if they die or hang. They use gloo on a CPU or NCCL on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import torch
 from tests.forks import preload
 
 from . import faults
-from .draw import ANSWER, REFUSE
+from .draw import ANSWER, REJECT
 
 preload("tests.fuzz.preload", "tests.megatron.preload")
 LIMIT = 10.0
@@ -263,7 +266,7 @@ def _verdict(fault: faults.Fault, before: list[tuple], answers: list[tuple], dev
         return "crashed", outcome
     answered = [a for a in answers if a[0] == "answer"]
     if len(answered) == 2:
-        if fault.must == REFUSE:
+        if fault.must == REJECT:
             return "wrong", f"returned a result; {outcome}"
         same = [a[1] for a in answers] == [a[1] for a in before]
         return ("right", "") if same else ("wrong", f"other bits than without the fault; {outcome}")

@@ -1,6 +1,6 @@
-"""Modules that torch imports lazily, imported here before workers are forked, so that no call pays for them.
+"""Modules that torch imports lazily, imported before workers are forked, so that no call's timeout includes an import.
 
-pool.py and pair.py name this module for the fork server.
+pool.py and pair.py name this module for the fork server (tests/forks.py).
 """
 
 import warnings

@@ -1,6 +1,6 @@
 """Random well-formed calls of each public op, with a description of every argument.
 
-A new op needs a generator in PROBLEMS; test_fuzz.py counts the ops.
+draw.py changes them into unusual or invalid calls. A new op needs a generator in PROBLEMS; test_fuzz.py counts the ops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fuzz runs of random calls and rank faults, and the counts of their verdicts.
+"""Runs of random calls and of rank faults, and the counts of their verdicts; __main__.py and the tests call it.
 
 Keys of `Tally.to_json` are stored in benchmarks/results/cpu/fuzz.json.
 """
@@ -84,7 +84,7 @@ class Tally:
 
 
 def calls(seed: int, indices: Iterable[int], workers: int | None = None, done: Callable = lambda: None) -> Tally:
-    """Run the random calls with these indices, drawn with `seed`, in `workers` processes (default: one per core).
+    """Run the random calls with these indices, seeded with `seed`, in `workers` processes (default: one per core).
 
     `done()` is called after each call.
     """
@@ -107,7 +107,7 @@ def calls(seed: int, indices: Iterable[int], workers: int | None = None, done: C
 
 
 def rank_faults(seed: int, indices: Iterable[int], device: str = "cpu", done: Callable = lambda: None) -> Tally:
-    """Run the random faults with these indices, drawn with `seed`, on two ranks: CPU processes or GPUs.
+    """Run the random faults with these indices, seeded with `seed`, on two ranks: CPU processes or GPUs.
 
     `done()` is called after each fault.
     """

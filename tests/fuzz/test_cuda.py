@@ -1,4 +1,7 @@
-"""Faults of `test_fuzz.py` on two GPUs, where a wrong value may end the process by a device assertion."""
+"""Rank faults of `test_fuzz.py` on two GPUs over NCCL, part of `make gpu-test`.
+
+A wrong value in device memory may end the process by a device assertion instead of an exception.
+"""
 
 import os
 

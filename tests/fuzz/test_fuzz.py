@@ -1,4 +1,4 @@
-"""Short fuzz run, and tests that the fuzzer detects planted errors.
+"""A short fuzz run on the CPU, and tests that the fuzzer detects planted errors.
 
 `make test` runs the first cases, `make test-slow` the others, and ``make fuzz`` a long run. ALIGNKIT_FUZZ_SEED sets the
 seed; ALIGNKIT_FUZZ_CALLS and ALIGNKIT_FUZZ_FAULTS set the number of calls and faults.
@@ -57,7 +57,7 @@ def sets_threads(x, by):
 def test_right_results_and_clear_errors_are_accepted():
     assert verdict(lambda x, by: x * by) == "right"
     assert verdict(lambda x, by: x * by, leaves=["x"], backward=["2 threads"]) == "right"
-    assert verdict(raises(InputError("x: is odd")), draw.REFUSE) == "clear error"
+    assert verdict(raises(InputError("x: is odd")), draw.REJECT) == "clear error"
     assert verdict(raises(InputError("x: is odd")), draw.EITHER) == "clear error"
 
 
@@ -67,11 +67,11 @@ def test_right_results_and_clear_errors_are_accepted():
         (lambda x, by: x * by + 2.0**-22, draw.ANSWER, "wrong"),  # one bit
         (lambda x, by: (x * by).double(), draw.ANSWER, "wrong"),
         (lambda x, by: (x * by)[None], draw.EITHER, "wrong"),
-        (lambda x, by: x * by, draw.REFUSE, "wrong"),
+        (lambda x, by: x * by, draw.REJECT, "wrong"),
         (raises(InputError("x: is odd")), draw.ANSWER, "wrong"),
         (writes, draw.ANSWER, "wrong"),
-        (raises(InputError("hidden: is odd")), draw.REFUSE, "obscure"),
-        (raises(TypeError("x: is odd")), draw.REFUSE, "obscure"),
+        (raises(InputError("hidden: is odd")), draw.REJECT, "obscure"),
+        (raises(TypeError("x: is odd")), draw.REJECT, "obscure"),
     ],
 )
 def test_planted_error_is_detected(call, must, expected):
@@ -119,27 +119,27 @@ def test_case_depends_only_on_seed_and_index():
 def test_population_covers_every_op_and_verdict():
     cases = [draw.draw(SEED, i) for i in range(600)]
     assert len({d.problem.op for d in cases}) == 28
-    for must, least in ((draw.ANSWER, 200), (draw.EITHER, 25), (draw.REFUSE, 150)):
+    for must, least in ((draw.ANSWER, 200), (draw.EITHER, 25), (draw.REJECT, 150)):
         assert sum(d.must == must for d in cases) > least, must
     assert sum(bool(d.leaves) for d in cases) > 100
 
 
 ANSWERS = [("answer", "bits", "own"), ("answer", "bits", "own")]
-REFUSALS = [("raised", "alignkit", "InputError", "x: is odd"), ("raised", "foreign", "KeyError", "its own")]
+REJECTIONS = [("raised", "alignkit", "InputError", "x: is odd"), ("raised", "foreign", "KeyError", "its own")]
 
 
 @pytest.mark.parametrize(
     "must, answers, expected",
     [
-        (draw.REFUSE, REFUSALS, "clear error"),
-        (draw.REFUSE, REFUSALS[::-1], "obscure"),  # the rank without the fault must raise an alignkit error
-        (draw.REFUSE, ANSWERS, "wrong"),
-        (draw.REFUSE, [REFUSALS[0], ANSWERS[1]], "wrong"),
-        (draw.REFUSE, [("hung",), REFUSALS[1]], "hung"),
-        (draw.REFUSE, [("ended", -6), REFUSALS[1]], "crashed"),
+        (draw.REJECT, REJECTIONS, "clear error"),
+        (draw.REJECT, REJECTIONS[::-1], "obscure"),  # the rank without the fault must raise an alignkit error
+        (draw.REJECT, ANSWERS, "wrong"),
+        (draw.REJECT, [REJECTIONS[0], ANSWERS[1]], "wrong"),
+        (draw.REJECT, [("hung",), REJECTIONS[1]], "hung"),
+        (draw.REJECT, [("ended", -6), REJECTIONS[1]], "crashed"),
         (draw.EITHER, ANSWERS, "right"),
         (draw.ANSWER, [("answer", "other", "own")] * 2, "wrong"),
-        (draw.ANSWER, REFUSALS, "wrong"),
+        (draw.ANSWER, REJECTIONS, "wrong"),
     ],
 )
 def test_verdict_on_the_outcomes_of_two_ranks(must, answers, expected):

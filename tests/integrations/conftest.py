@@ -1,4 +1,4 @@
-"""Collection rule: the verl tests need ALIGNKIT_FRAMEWORKS, a folder that contains verl."""
+"""Collection rule: test_verl.py needs ALIGNKIT_FRAMEWORKS, a folder that contains verl. `make test` sets it."""
 
 import os
 from pathlib import Path

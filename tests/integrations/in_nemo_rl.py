@@ -1,7 +1,7 @@
 """Script of `test_nemo_rl.py`, which runs it with alignkit's startup folder on PYTHONPATH, as in NeMo-RL.
 
-Arguments: names of functions below, then the folder of a model. The script calls the functions and prints one JSON
-object, whose keys the test reads: their merged results, and ``refused``, the message of an AlignkitError.
+Arguments: names of functions below, then the folder of a model. It prints the functions' merged results as one JSON
+object. The key ``error`` holds the message of an AlignkitError.
 """
 
 import importlib
@@ -92,5 +92,5 @@ if __name__ == "__main__":
         try:
             result |= {"replaced": replaced, "bits": bits, "setup": setup, "sampling": sampling}[name](path)
         except AlignkitError as error:
-            result["refused"] = str(error)
+            result["error"] = str(error)
     print(json.dumps(result))

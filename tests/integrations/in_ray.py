@@ -1,8 +1,8 @@
-"""The rollout server of verl in the class that Ray derives for an actor.
+"""verl's rollout server, in the class that Ray derives for an actor: ``python -m tests.integrations.in_ray MODEL``.
 
-``python -m tests.integrations.in_ray MODEL [before]`` prints the server's vLLM arguments and the name of its worker
-extension as a JSON list, which `test_verl.py` reads. The external_lib module is imported after Ray derives the class,
-as in verl. ``before`` imports it earlier too.
+It prints the server's vLLM arguments and the name of its worker extension as a JSON list, which `test_verl.py` reads.
+The external_lib module is imported after Ray derives the class, as in verl. A second argument ``before`` imports it
+earlier too.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""Environments of verl's processes when ranks share a GPU.
+"""Environments of verl's processes when ranks share a GPU: ``python -m tests.integrations.in_shared``.
 
-``python -m tests.integrations.in_shared`` starts Ray, two training workers and a rollout server as verl does, and
-prints a JSON list, which `test_verl.py` reads: the environments of both workers, then of the server. Ray is told of two
-GPUs that are the same device. The test runs the script in the environment that `benchmarks/verl_grpo.py` gives to verl.
-The server is a fake class with verl's arguments.
+It starts real Ray, two training workers and a rollout server as verl does. Ray is given two GPUs, which are the same
+device; the server is a fake class with verl's arguments. It prints the environments of both workers, then of the
+server, as a JSON list, which `test_verl.py` reads. That test sets the environment that `benchmarks/verl_grpo.py` gives
+to verl.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Functions that the tests run in a process with verl and both engines. They call verl's unmodified functions."""
+"""Functions that `test_verl.py` runs in a process with verl and both real engines.
+
+They call verl's unmodified functions. ALIGNKIT_FRAMEWORKS names the folder that contains verl.
+"""
 
 import asyncio
 import importlib

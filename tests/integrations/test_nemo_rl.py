@@ -1,7 +1,7 @@
 """The NeMo-RL integration, with a fake package of the same structure, as NeMo-RL is on no package index.
 
-`TestSources` uses NeMo-RL's sources if ALIGNKIT_NEMO_RL names a checkout of https://github.com/NVIDIA-NeMo/RL at
-7ea279a.
+The processes run `in_nemo_rl.py` with real Megatron-core. `TestSources` runs NeMo-RL's own functions if
+ALIGNKIT_NEMO_RL names a checkout of https://github.com/NVIDIA-NeMo/RL at 7ea279a; no make target sets it.
 """
 
 import hashlib
@@ -132,7 +132,7 @@ def path(tmp_path_factory):
 
 
 def test_unknown_functions_are_rejected(package, path):
-    assert "DistributedLogprob.forward" in run(package, "replaced", path)["refused"]
+    assert "DistributedLogprob.forward" in run(package, "replaced", path)["error"]
 
 
 def test_the_startup_hook_aligns_a_process(package, path):
@@ -142,7 +142,7 @@ def test_the_startup_hook_aligns_a_process(package, path):
     assert found["kind"] == "SimpleNamespace"
     assert "nemo_rl.distributed.model_utils.ChunkedDistributedLogprob" in found["names"]
     assert found["vocab_size"] == 300
-    assert "top_p" in found["refused"]
+    assert "top_p" in found["error"]
     assert found["of"] == 117
     assert set(found["differing"].values()) == {0} and found["has_gradient"], found
 

@@ -1,10 +1,13 @@
-"""`alignkit doctor --recipe`: parsing of recipes and the verdict on each setting."""
+"""`alignkit doctor --recipe`: parsing of verl, NeMo-RL and slime recipes, and the verdict on each setting.
+
+The recipes are written here. A new form of script that must parse needs a case here.
+"""
 
 import pytest
 
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.integrations import recipe as recipes
-from alignkit.integrations.recipe import ADD, PASSES, REFUSED, UNKNOWN
+from alignkit.integrations.recipe import ADD, SUPPORTED, UNKNOWN, UNSUPPORTED
 from tests.cli.conftest import alignkit  # noqa: F401
 
 VERL = """\
@@ -63,10 +66,10 @@ def test_a_verl_script_is_parsed(tmp_path):
     assert recipe.get("trainer.logger") == ["console", "wandb"]
     assert "actor_rollout_ref.model.lora_rank" not in recipe.settings  # a comment
     verdicts = examine(recipe)
-    assert {verdict for verdict, _ in verdicts.values()} == {PASSES}
-    assert verdicts["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == (PASSES, "7")
-    assert verdicts["actor_rollout_ref.rollout.temperature"] == (PASSES, "12")
-    assert verdicts["model_engine"] == (PASSES, "11")
+    assert {verdict for verdict, _ in verdicts.values()} == {SUPPORTED}
+    assert verdicts["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == (SUPPORTED, "7")
+    assert verdicts["actor_rollout_ref.rollout.temperature"] == (SUPPORTED, "12")
+    assert verdicts["model_engine"] == (SUPPORTED, "11")
 
 
 @pytest.mark.parametrize(
@@ -104,9 +107,9 @@ def test_unsupported_verl_settings_are_named(setting, reason, tmp_path):
         "model_engine=megatron", setting if setting.startswith("model_engine") else "model_engine=megatron"
     )
     path = write(tmp_path / "run.sh", text.replace('"${ACTOR[@]}"', f'"${{ACTOR[@]}}" {setting}'))
-    refused = [f for f in recipes.examine(recipes.read(path)) if f.verdict == REFUSED]
-    assert len(refused) == 1 and reason in refused[0].why, refused
-    assert str(refused[0]).startswith(f"{path}:")
+    rejected = [f for f in recipes.examine(recipes.read(path)) if f.verdict == UNSUPPORTED]
+    assert len(rejected) == 1 and reason in rejected[0].why, rejected
+    assert str(rejected[0]).startswith(f"{path}:")
 
 
 MOE = NEMO_PARENT.replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B").replace(
@@ -115,7 +118,7 @@ MOE = NEMO_PARENT.replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3
 
 
 @pytest.mark.parametrize(
-    "model, more, refused",
+    "model, more, rejected",
     [
         ("Qwen/Qwen3-30B-A3B", "", None),
         ("Qwen/Qwen3-30B-A3B", "expert_parallel_size: 2", None),
@@ -134,7 +137,7 @@ MOE = NEMO_PARENT.replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3
         ("Qwen/Qwen3-8B", "moe_enable_routing_replay: true", None),  # dense models ignore it
     ],
 )
-def test_moe_settings_are_checked(model, more, refused, tmp_path):
+def test_moe_settings_are_checked(model, more, rejected, tmp_path):
     text = MOE.replace("Qwen/Qwen3-30B-A3B", model)
     if more.startswith("expert_parallel_size"):
         text = text.replace("tensor_parallel_size", f"{more}, tensor_parallel_size")
@@ -143,8 +146,8 @@ def test_moe_settings_are_checked(model, more, refused, tmp_path):
     elif more:
         text = text.replace("enabled: true,", f"enabled: true, {more},")
     recipe = recipes.read(write(tmp_path / "run.yaml", text))
-    found = [f.why for f in recipes.examine(recipe) if f.verdict == REFUSED]
-    assert not found if refused is None else len(found) == 1 and refused in found[0], found
+    found = [f.why for f in recipes.examine(recipe) if f.verdict == UNSUPPORTED]
+    assert not found if rejected is None else len(found) == 1 and rejected in found[0], found
 
 
 def test_missing_required_settings_are_named(tmp_path):
@@ -170,19 +173,19 @@ def test_missing_required_settings_are_named(tmp_path):
 def test_glm_models_and_settings_are_checked(name, supported, tmp_path):
     """GLM-4.5's Megatron-core settings pass, except multi-token prediction."""
     config = "actor_rollout_ref.actor.megatron.override_transformer_config."
-    asked = {
+    settings = {
         "moe_layer_freq": "[0,1,1]",
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": "True",
         "moe_router_topk_scaling_factor": "2.5",
         "mtp_num_layers": "1",
     }
-    more = " ".join(f"{config}{field}={value}" for field, value in asked.items())
+    more = " ".join(f"{config}{field}={value}" for field, value in settings.items())
     text = VERL.replace("Qwen/Qwen3-8B", name).replace('"${ACTOR[@]}"', f'"${{ACTOR[@]}}" {more}')
     verdicts = examine(recipes.read(write(tmp_path / "run.sh", text)))
-    assert verdicts["actor_rollout_ref.model.path"][0] == (PASSES if supported else REFUSED)
-    assert {field: verdicts[config + field][0] for field in asked} == dict.fromkeys(asked, PASSES) | {
-        "mtp_num_layers": REFUSED
+    assert verdicts["actor_rollout_ref.model.path"][0] == (SUPPORTED if supported else UNSUPPORTED)
+    assert {field: verdicts[config + field][0] for field in settings} == dict.fromkeys(settings, SUPPORTED) | {
+        "mtp_num_layers": UNSUPPORTED
     }
 
 
@@ -197,10 +200,10 @@ def test_a_nemo_rl_recipe_inherits_from_its_parent(tmp_path):
     assert recipe.framework == "NeMo-RL"
     assert recipe.get("policy.generation.vllm_cfg.precision") == "bfloat16"
     verdicts = examine(recipe)
-    assert verdicts["policy.megatron_cfg.mtp_num_layers"] == (REFUSED, "5")
-    assert verdicts["policy.generation.top_p"] == (REFUSED, "7")
-    assert verdicts["policy.megatron_cfg.context_parallel_size"] == (PASSES, "4")
-    assert verdicts["policy.megatron_cfg.enabled"] == (PASSES, "4")
+    assert verdicts["policy.megatron_cfg.mtp_num_layers"] == (UNSUPPORTED, "5")
+    assert verdicts["policy.generation.top_p"] == (UNSUPPORTED, "7")
+    assert verdicts["policy.megatron_cfg.context_parallel_size"] == (SUPPORTED, "4")
+    assert verdicts["policy.megatron_cfg.enabled"] == (SUPPORTED, "4")
     assert recipe.settings["policy.megatron_cfg.enabled"].where.startswith(str(tmp_path / "parent.yaml"))
 
 
@@ -212,9 +215,9 @@ def test_slime_rollouts_are_unsupported(tmp_path):
         "ARGS=(\n   --tensor-model-parallel-size 2\n   --hf-checkpoint /models/m\n)\n"
     )
     verdicts = examine(recipes.read(write(tmp_path / "run.sh", text)))
-    assert verdicts["rollout"][0] == REFUSED
-    assert verdicts["--num-experts"] == (PASSES, "2")
-    assert verdicts["--tensor-model-parallel-size"] == (PASSES, "3")
+    assert verdicts["rollout"][0] == UNSUPPORTED
+    assert verdicts["--num-experts"] == (SUPPORTED, "2")
+    assert verdicts["--tensor-model-parallel-size"] == (SUPPORTED, "3")
 
 
 def test_a_composed_configuration_is_checked():

@@ -1,4 +1,8 @@
-"""The verl integration: verl 0.9.1's unmodified functions in a process with alignkit as external_lib."""
+"""The verl integration: verl 0.9.1's unmodified functions in a process with alignkit as external_lib.
+
+Both engines are real, on a CPU; `in_verl.py` holds the functions that run in the process. Needs ALIGNKIT_FRAMEWORKS,
+which `make test` sets.
+"""
 
 import importlib
 import inspect
@@ -194,7 +198,7 @@ def _patch_vocabulary(state, vocab_size, banned):
 
 
 def test_a_worker_with_another_vocabulary_is_rejected(verl, engine):
-    with pytest.raises(Exception, match="vocab_size: verl passes 200 .* created with 290; both must be equal"):
+    with pytest.raises(Exception, match="vocab_size: must be 290, with which the vLLM engine was created, got 200 .*"):
         verl(_patch_vocabulary, 200, None)
     with pytest.raises(Exception, match="images"):
         verl(_patch_vocabulary, in_verl.TOKENIZER, [5])

@@ -1,4 +1,7 @@
-"""Functions that the Megatron-Bridge and mbridge tests run on each rank, with TransformerEngine from `te_on_cpu`."""
+"""Functions that test_bridges.py runs on each rank: models built by Megatron-Bridge and by mbridge.
+
+Both packages are real and run on real Megatron-core, with TransformerEngine from `te_on_cpu`.
+"""
 
 import torch
 

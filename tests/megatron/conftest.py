@@ -1,6 +1,6 @@
-"""Fixtures that start Megatron's ranks and make checkpoints.
+"""Fixtures that start Megatron's ranks on a CPU (gloo) and make random checkpoints. GPU tests use gpus.py instead.
 
-Without Megatron-core, the test files listed below, which import it, are not collected.
+Without Megatron-core, the test files listed below are not collected. A new test file that imports it is added there.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ if importlib.util.find_spec("megatron") is None:  # tests of the converter and t
             "published",
             "qk_norm_rope",
             "recompute",
-            "refusals",
+            "rejections",
             "replaced",
             "te",
             "te_cuda",

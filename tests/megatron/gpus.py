@@ -1,4 +1,7 @@
-"""Pool of processes, one per GPU, that stay alive between calls and are Megatron's ranks over NCCL."""
+"""Pool of processes, one per GPU, that stay alive between calls and are Megatron's ranks over NCCL.
+
+The `*_cuda.py` tests of this folder and of tests/ops use it; tests/fuzz uses `join`.
+"""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Functions that the HybridModel tests run on each rank."""
+"""Functions that test_hybrid.py runs on each rank, with real Megatron-core's HybridModel."""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""Functions that the tests of pipeline, context and data parallelism run on each rank, with real Megatron-core."""
+"""Functions that the tests of pipeline, context and data parallelism run on each rank, with real Megatron-core.
+
+`layout` switches the process groups; other helpers build on it. workers.py holds tensor parallelism.
+"""
 
 import contextlib
 import inspect

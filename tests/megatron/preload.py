@@ -1,4 +1,4 @@
-"""Megatron modules that the fork server imports once, before it forks ranks."""
+"""Megatron modules that the fork server (tests/forks.py) imports once, before it forks ranks."""
 
 import warnings
 

@@ -1,4 +1,7 @@
-"""Float64 reference of dense and MoE models in plain torch, which shares no code with the package's models."""
+"""Float64 reference of dense and MoE models in plain torch, for logprobs and gradients within error bounds.
+
+It shares no model code with alignkit. tests/moe_reference.py is the reference for equal bits.
+"""
 
 import torch
 

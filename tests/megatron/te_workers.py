@@ -1,4 +1,4 @@
-"""Functions that the TransformerEngine tests run on each rank, with the real package or `te_on_cpu`."""
+"""Functions that test_te.py and test_te_cuda.py run on each rank, with `te_on_cpu` or the real TransformerEngine."""
 
 import contextlib
 import copy
@@ -71,7 +71,7 @@ def patch_and_undo(tp, model_dir, sequence_parallel, rows, **config):
             assert_same_state(model.state_dict(), state)
             names = {path: type(module).__name__ for path, module in model.named_modules()}
             assert names == {path: name.rpartition(".")[2] for path, name in seen[0].items()}, (
-                "weight converters identify modules by class name"
+                "the patch must keep class names, by which weight converters identify modules"
             )
         assert not handle.names
         assert patch_invariants(model) == seen

@@ -1,6 +1,7 @@
-"""Invalid arguments of the forward, of `logprobs` and of `output_processor`.
+"""Invalid arguments of the forward, of `logprobs` and of `output_processor`, with real Megatron-core on a CPU.
 
-Each raises an error that names the caller's argument, before any computation and on all tensor-parallel ranks.
+Each raises an error that names the caller's argument, before any computation and on all tensor-parallel ranks. The
+tests match texts of alignkit/megatron/calls.py. test_rejections.py tests unsupported models and settings.
 """
 
 import types
@@ -94,7 +95,7 @@ def cases():
     for ignored in [None, "x", -100.0, True]:
         yield "ignore_index", dict(ignore_index=ignored)
     yield "return_entropy", dict(return_entropy="x")
-    right = "labels: must be in [0, 300) or equal ignore_index, -100, "
+    right = "labels: must be in [0, 300) or equal ignore_index = -100, "
     yield f"{right}got 300 at [1, 2]", dict(labels=torch.tensor([[0, 0, 0], [0, 0, 300]]))
     yield f"{right}got -1 at [0, 1]", dict(labels=torch.tensor([[0, -1, 0], [0, 0, 0]]))
     yield "input_ids: must not be empty, got 0 sequences of 3 tokens", dict(tokens=TOKENS[:0], labels=TOKENS[:0])
@@ -209,8 +210,8 @@ def test_decoder_input_replaces_input_ids(model):
 @pytest.mark.parametrize(
     "context, named",
     [
-        (object(), "output_processor_context: must have a temperature, got a object"),
-        ("x", "output_processor_context: must have a temperature, got a str"),
+        (object(), "output_processor_context: must have an attribute temperature, got a object"),
+        ("x", "output_processor_context: must have an attribute temperature, got a str"),
         (types.SimpleNamespace(temperature=None), "temperature"),
         (types.SimpleNamespace(temperature=1.0, ignore_index=None), "ignore_index"),
     ],
@@ -262,6 +263,6 @@ def test_cross_entropy_rejects_invalid_arguments(logits, target, smoothing, name
 @pytest.mark.parametrize("what", sorted(workers.WRONG))
 def test_invalid_argument_on_one_rank_raises_on_both_ranks(what, checkpoint, pair):
     for outcome in pair.run(2, workers.wrong_on_one_rank, checkpoint(), what):
-        assert outcome is not None, "no error"
+        assert outcome is not None, "the rank raised no error"
         kind, message = outcome
         assert kind in ("InputError", "UnsupportedError") and what.split()[0] in message, message

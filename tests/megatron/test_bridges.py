@@ -1,6 +1,7 @@
 """Models that Megatron-Bridge and mbridge build from an HF directory are aligned and export their weights.
 
-Both packages run unmodified on Megatron-core; TransformerEngine, which they need, is `te_on_cpu`.
+Both packages are real and run on real Megatron-core; TransformerEngine, which they need, is `te_on_cpu`. bridges.py
+holds the functions that run on the ranks.
 """
 
 import importlib.metadata

@@ -1,4 +1,8 @@
-"""Conversion of HF configs and weights to Megatron's layout and back."""
+"""Conversion of HF configs and weights to Megatron's layout and back, for every model family.
+
+configs.json holds published config.json files, which transformers must read in the same way; a new family adds one.
+Megatron-core is not needed.
+"""
 
 import json
 import math
@@ -95,7 +99,7 @@ def test_dense_layers_of_moe_models_are_sharded_by_tensor_parallel_rank(arch, ch
 @pytest.mark.parametrize(
     "ranks, error, named",
     [
-        ({"ep_size": 4}, UnsupportedError, "ep: must divide experts = 6, got 4"),
+        ({"ep_size": 4}, UnsupportedError, "ep: must divide the 6 experts, got 4"),
         ({"ep_size": 2, "ep_rank": 2}, InputError, "ep_rank"),
         ({"expert_tp_size": 2, "expert_tp_rank": -1}, InputError, "expert_tp_rank"),
     ],
@@ -228,21 +232,21 @@ def test_published_config_is_read_as_by_transformers(name, tmp_path):
 )
 @pytest.mark.parametrize("change", ["absent", "null"])
 def test_missing_field_has_transformers_default_or_is_rejected_by_name(name, change, tmp_path):
-    refused = set()
+    rejected = set()
     for field in PUBLISHED[name]:
         config = {k: v for k, v in PUBLISHED[name].items() if k != field} | ({field: None} if change == "null" else {})
         try:
             ours = asdict(read(tmp_path, config))
         except (InputError, UnsupportedError) as e:
             assert field in str(e)
-            refused.add(field)
+            rejected.add(field)
         else:
             try:
                 theirs = transformers_reads(tmp_path)
             except Exception:
                 continue  # transformers rejects the config too
             assert ours == theirs, field
-    assert refused >= {
+    assert rejected >= {
         "hidden_size",
         "num_hidden_layers",
         "num_attention_heads",
@@ -252,7 +256,7 @@ def test_missing_field_has_transformers_default_or_is_rejected_by_name(name, cha
         "architectures",
         "model_type",
     }
-    assert not refused & {
+    assert not rejected & {
         "torch_dtype",
         "use_cache",
         "bos_token_id",
@@ -442,11 +446,11 @@ def test_glm4_moe_architecture_is_read(checkpoint, tmp_path):
         (
             {"topk_group": 1},
             InputError,
-            "num_experts_per_tok: must be at most the number of experts in 1 of 4 groups, got 4",
+            "num_experts_per_tok: must be at most 2, .* in topk_group = 1 of n_group = 4 groups, got 4",
         ),
         ({"topk_group": 4}, UnsupportedError, "topk_group: num_experts_per_tok // topk_group must be 2, got 4 // 4"),
         ({"topk_group": 5}, InputError, "topk_group: must be at most n_group = 4, got 5"),
-        ({"n_group": 3}, InputError, "n_group: must divide the number of experts, 8, got 3"),
+        ({"n_group": 3}, InputError, "n_group: must divide 8, the number of experts, got 3"),
         ({"n_group": 0}, InputError, "n_group: must be a positive integer, got 0"),
         (
             {"norm_topk_prob": False},
@@ -460,13 +464,13 @@ def test_glm4_moe_architecture_is_read(checkpoint, tmp_path):
         (
             {"partial_rotary_factor": 0.52},
             InputError,
-            "partial_rotary_factor: must give a positive even number of head_dim = 64 dimensions, got 0.52",
+            r"partial_rotary_factor: int\(.*\) must be a positive even number, got int\(64 \* 0.52\) = 33",
         ),
         ({"partial_rotary_factor": 1.5}, InputError, r"partial_rotary_factor: must be in \(0, 1\], got 1.5"),
         (
             newer | {"partial_rotary_factor": 0.25},
             InputError,
-            r"partial_rotary_factor: is given more than once with different values: 0.25, 0.5",
+            r"partial_rotary_factor: must have one value in config.json, got 0.25 and 0.5",
         ),
         ({"rope_scaling": ROPES["yarn"]}, UnsupportedError, "partial_rotary_factor: must be 1 with YaRN, .*, got 0.5"),
         ({"num_nextn_predict_layers": -1}, InputError, "num_nextn_predict_layers"),
@@ -518,7 +522,7 @@ def test_llama_fields_that_only_vllm_reads_are_rejected(checkpoint, tmp_path):
     "window, message",
     [
         (4096, "must be null, got 4096"),
-        ("absent", "must be null, but is missing; then transformers uses a sliding window for mistral"),
+        ("absent", "must be null in config.json, but is missing, .* sliding window with mistral"),
         (0, "must be null, got 0"),
     ],
 )
@@ -604,7 +608,7 @@ def test_field_of_an_invalid_type_or_value_is_rejected_by_name(field, value, che
 
 def test_conflicting_rotary_bases_are_rejected(checkpoint, tmp_path):
     config = json.loads((checkpoint() / "config.json").read_text())
-    with pytest.raises(InputError, match="rope_theta is 10000.0; rope_parameters: rope_theta is 1000000.0"):
+    with pytest.raises(InputError, match="got rope_theta = 10000.0 and rope_parameters: rope_theta = 1000000.0"):
         read(tmp_path, config | {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}})
 
 
@@ -617,7 +621,7 @@ def test_rope_scaling_is_read_under_either_name(kind, checkpoint, tmp_path):
     assert older == read(tmp_path, newer | {"rope_parameters": ROPES[kind] | {"rope_theta": config["rope_theta"]}})
     assert older == read(tmp_path, config | {"rope_scaling": ROPES[kind], "rope_parameters": ROPES[kind]})
     assert asdict(older) == transformers_reads(tmp_path)
-    with pytest.raises(InputError, match="must specify the same scaling, but differ"):
+    with pytest.raises(InputError, match="must specify the same scaling, got .* and "):
         read(tmp_path, config | {"rope_scaling": ROPES[kind], "rope_parameters": ROPES[kind] | {"factor": 3.0}})
 
 
@@ -669,11 +673,11 @@ def index(directory, weight_map):
         ("{", "cannot read .*model.safetensors.index.json"),
         ("[" * 10**5, "cannot read .*model.safetensors.index.json"),
         ("[]", "index.json: must be a JSON object"),
-        ("{}", "index.json has no weight_map"),
-        ('{"weight_map": []}', "index.json has no weight_map"),
-        ({}, "index.json has no weight_map"),
-        ({"a": 3}, "'a': must be in a file of this directory, got 3"),
-        ({"a": "../model.safetensors"}, "must be in a file of this directory, got '../model"),
+        ("{}", "index.json: weight_map must be a nonempty JSON object"),
+        ('{"weight_map": []}', "index.json: weight_map must be a nonempty JSON object"),
+        ({}, "index.json: weight_map must be a nonempty JSON object"),
+        ({"a": 3}, r"weight_map\['a'\] must name a file in the same directory, got 3"),
+        ({"a": "../model.safetensors"}, "must name a file in the same directory, got '../model"),
         ({"a": "lost.safetensors"}, "has no lost.safetensors, which model.safetensors.index.json lists"),
         ({"a": "config.json"}, "cannot read .*config.json"),
         ({"a": "part.safetensors"}, "part.safetensors has no tensor 'a', which .*index.json lists"),
@@ -701,7 +705,7 @@ def test_other_weight_files_that_vllm_would_load_are_rejected(checkpoint, tmp_pa
         save_file(tensors, tmp_path / name)
         if indexed:
             index(tmp_path, dict.fromkeys(tensors, "model.safetensors"))
-        with pytest.raises(UnsupportedError, match=f"{name} is next to model.safetensors"):
+        with pytest.raises(UnsupportedError, match=f"{name}: vLLM would load this file"):
             Checkpoint(tmp_path)
         (tmp_path / name).unlink()
     save_file(tensors, tmp_path / "more.safetensors")  # not in the index, so vLLM ignores it too
@@ -741,7 +745,7 @@ def test_integer_and_fp8_weights_are_rejected(checkpoint):
     shape, tensors = read_architecture(path), load_file(path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     for dtype in (torch.int8, torch.float8_e4m3fn):
-        with pytest.raises(UnsupportedError, match=f"{name}: expected a floating-point type, got "):
+        with pytest.raises(UnsupportedError, match=f"{name}: must be fp64, fp32, fp16 or bf16, got "):
             check_weights(shape, tensors | {name: tensors[name].to(dtype)})
 
 

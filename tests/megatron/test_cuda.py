@@ -1,4 +1,7 @@
-"""Megatron-core on one to four Hopper GPUs: ``python -m pytest tests/megatron/test_cuda.py``."""
+"""Real Megatron-core on one, two or four Hopper GPUs over NCCL: bits, gradients, optimizer, no synchronization.
+
+Part of `make gpu-test`. Ranks may share GPUs. It repeats test_bits.py and test_gradients.py at larger sizes.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""Data parallelism under Megatron's DDP and optimizers gives the same weights in every run and reduction mode."""
+"""Data parallelism under Megatron's DDP and optimizers, over two gloo ranks: reproducible weights.
+
+The distributed optimizer and overlapped reduction must give the weights of the plain optimizer, bit for bit.
+"""
 
 from functools import partial
 

@@ -1,4 +1,7 @@
-"""Megatron's DistributedDataParallel: fp32 main gradients, overlap, micro-batches and hooks."""
+"""Megatron's DistributedDataParallel on a CPU: fp32 main gradients, overlap, micro-batches and hooks.
+
+Main gradients must equal those of the same step without DDP.
+"""
 
 from functools import partial
 
@@ -11,7 +14,7 @@ from tests.megatron import workers
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {},
         {"wrapped": True},
@@ -21,10 +24,10 @@ from tests.megatron import workers
     ],
     ids=str,
 )
-def test_main_grad_is_the_models_own_gradient(asked, checkpoint, rows, world, pair):
+def test_main_grad_is_the_models_own_gradient(options, checkpoint, rows, world, pair):
     path = checkpoint("qwen3", torch.bfloat16)
-    step = partial(workers.step, **asked)
-    bare = partial(workers.step_without_ddp, micro_batches=asked.get("micro_batches", 1))
+    step = partial(workers.step, **options)
+    bare = partial(workers.step_without_ddp, micro_batches=options.get("micro_batches", 1))
     given = path, torch.bfloat16, False, rows
     expected = bare(world, *given)
     for name, gradient in step(world, *given)[1].items():

@@ -1,4 +1,7 @@
-"""Fingerprints that ranks compare: changes of a model that affect bits or collectives change them."""
+"""Fingerprints that ranks compare before a forward: a change of a model that affects bits or collectives changes them.
+
+CHANGES maps a key of the fingerprint, which the error message prints, to such a change.
+"""
 
 import pytest
 import torch
@@ -39,7 +42,7 @@ def test_fingerprint_changes_with_the_model(what, checkpoint, patched):
     before = patched.models.patch_model(model, for_forward=True)
     assert patched.models.patch_model(model, for_forward=True) == before
     assert patched.models.patch_model(workers.build(checkpoint(), torch.bfloat16), for_forward=True) == before, (
-        "an equal model has the same fingerprint"
+        "an equal model must have the same fingerprint"
     )
     CHANGES[what](model)
     after = patched.models.patch_model(model, for_forward=True)

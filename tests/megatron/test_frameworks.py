@@ -1,4 +1,4 @@
-"""TransformerConfig settings of RL frameworks are accepted and change no bit.
+"""TransformerConfig settings of RL frameworks are accepted and change no bit of real Megatron-core's logprobs.
 
 `frameworks.json` lists every field that a framework sets to another value than a plain TransformerConfig's default,
 except sizes and initialization. It was collected by running the frameworks' own code with Megatron-core 0.19.2, for

@@ -1,4 +1,7 @@
-"""Gradients of a training step under Megatron's DDP and finalize_model_grads agree with a float64 model."""
+"""Gradients of a training step of real Megatron-core on a CPU agree with a float64 model (reference.py).
+
+The step includes Megatron's DDP and finalize_model_grads. Other gradient tests import `bound`.
+"""
 
 import math
 

@@ -1,4 +1,8 @@
-"""Hook points exist in the sources of every supported Megatron-core version, which need not be installed."""
+"""Every hook point of alignkit/megatron/hook_points.py exists in the sources of every supported Megatron-core version.
+
+The sources come from ALIGNKIT_WHEELS (`make test` sets it); nothing is imported. A missing name means that the patch
+would not apply to that version.
+"""
 
 import os
 import pathlib

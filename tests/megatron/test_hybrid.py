@@ -1,4 +1,8 @@
-"""HybridModel, GPTModel's successor with separate attention and MLP layers, gives GPTModel's bits."""
+"""HybridModel, GPTModel's successor with separate attention and MLP layers, gives GPTModel's bits on a CPU.
+
+Megatron-core is real; versions without HybridModel skip the file. Unsupported layers and settings are rejected.
+hybrids.py holds the functions that run on the ranks.
+"""
 
 from functools import partial
 
@@ -253,8 +257,8 @@ def test_scaled_frequencies_are_rejected(qwen3, monkeypatch):
 def test_forward_arguments_are_used_or_rejected(qwen3):
     tokens = hybrids.tensor(hybrids.TOKENS)
     expected = logprobs(qwen3, tokens, None, None, tokens, temperature=0.7).log_probs
-    asked = type("Asked", (), {"temperature": 0.7})
-    given = dict(labels=tokens, output_processor_context=asked)
+    context = type("Context", (), {"temperature": 0.7})
+    given = dict(labels=tokens, output_processor_context=context)
     assert_bitwise_equal(qwen3(tokens, None, None, output_processor=output_processor, **given).log_probs, expected)
     with pytest.raises(UnsupportedError, match="output_processor"):
         qwen3(tokens, None, None, output_processor=print, **given)

@@ -1,4 +1,8 @@
-"""MoE models under real Megatron-core: the same bits in every layout, and gradients that agree with float64."""
+"""MoE models under real Megatron-core on a CPU: the same bits in every layout of ranks.
+
+Logprobs must also equal tests/moe_reference.py, and gradients agree with float64 (reference.py). moe.py holds the
+functions that run on the ranks; test_moe_cuda.py imports LAYOUTS.
+"""
 
 import dataclasses
 import itertools
@@ -11,23 +15,23 @@ from alignkit.convert import Checkpoint, read_architecture
 from alignkit.errors import UnsupportedError
 from alignkit.megatron import patch_megatron
 from alignkit.testing import Failed, assert_bitwise_equal
-from tests.megatron import layouts, mixtures, reference, workers
+from tests import moe_reference
+from tests.megatron import layouts, moe, reference, workers
 from tests.megatron.test_gradients import bound
 from tests.megatron.test_recompute import RECOMPUTE_CONFIGS
-from tests.vllm import moe
 
 SIZES = dict(intermediate=128, experts=8, top_k=2)
 DENSE = dict(layers=3, dense_layers=(1,), dense_intermediate=192)
 """Sizes of a model with a dense layer between two MoE layers."""
 FAMILY_SIZES = {"qwen3_moe": {}, "qwen2_moe": DENSE, "glm4_moe": {}}
 LAYOUTS = {
-    "two data-parallel ranks, experts on each": (dict(ep=2), False),
-    "tensor parallel, experts cut": (dict(tp=2), False),
-    "tensor parallel, experts on each": (dict(tp=2, ep=2, etp=1), False),
-    "tensor parallel, all experts on both": (dict(tp=2, etp=1), False),
-    "sequence parallel, experts cut": (dict(tp=2), True),
-    "sequence parallel, experts on each": (dict(tp=2, ep=2, etp=1), True),
-    "sequence parallel, all experts on both": (dict(tp=2, etp=1), True),
+    "two data-parallel ranks, experts distributed": (dict(ep=2), False),
+    "tensor parallel, experts sharded": (dict(tp=2), False),
+    "tensor parallel, experts distributed": (dict(tp=2, ep=2, etp=1), False),
+    "tensor parallel, experts replicated": (dict(tp=2, etp=1), False),
+    "sequence parallel, experts sharded": (dict(tp=2), True),
+    "sequence parallel, experts distributed": (dict(tp=2, ep=2, etp=1), True),
+    "sequence parallel, experts replicated": (dict(tp=2, etp=1), True),
 }
 """Name -> arguments of `layouts.layout`, sequence parallelism. Process groups of the experts differ in each."""
 
@@ -45,12 +49,12 @@ def moe_checkpoint(checkpoint):
 
 @pytest.fixture(scope="module")
 def alone(moe_checkpoint, rows, world):
-    """Return a function from dtype to `mixtures.all_calls` on one rank, cached."""
+    """Return a function from dtype to `moe.all_calls` on one rank, cached."""
     cache = {}
 
     def compute(dtype):
         if dtype not in cache:
-            cache[dtype] = mixtures.all_calls(None, moe_checkpoint(dtype), dtype, rows, {})[0]
+            cache[dtype] = moe.all_calls(None, moe_checkpoint(dtype), dtype, rows, {})[0]
         return cache[dtype]
 
     return compute
@@ -69,9 +73,7 @@ def test_logprobs_are_equal_across_calls_and_layouts(dtype, moe_checkpoint, rows
     for called, (how, sequence_parallel) in LAYOUTS.items():
         if dtype == torch.float32 and not sequence_parallel and how != dict(ep=2):
             continue
-        for result, indices in two.run(
-            2, mixtures.all_calls, moe_checkpoint(dtype), dtype, rows, how, sequence_parallel
-        ):
+        for result, indices in two.run(2, moe.all_calls, moe_checkpoint(dtype), dtype, rows, how, sequence_parallel):
             for call, value in result.items():
                 assert_bitwise_equal(value, select_rows(expected[call], rows, indices), f"{called}: {call}")
 
@@ -95,14 +97,14 @@ def test_logprobs_equal_a_composition_of_ops_on_unsharded_weights(kind, moe_chec
     """Covers models with dense layers in every layout; the vLLM tests compare with the same composition."""
     arch, dtype, sizes = OTHERS[kind]
     path = moe_checkpoint(dtype, arch, **sizes)
-    expected, _ = mixtures.all_calls(None, path, dtype, rows, {})
-    composed = torch.cat([moe.logprobs(path, row[:1], row[1:]) for row in rows])
+    expected, _ = moe.all_calls(None, path, dtype, rows, {})
+    composed = torch.cat([moe_reference.logprobs(path, row[:1], row[1:]) for row in rows])
     for call in ("one", "padded", "packed", "loss call"):
         assert_bitwise_equal(expected[call], composed, call)
     for called, (how, sequence_parallel) in LAYOUTS.items():
         if dtype == torch.float32 and called not in TRAINED:
             continue
-        for result, indices in two.run(2, mixtures.all_calls, path, dtype, rows, how, sequence_parallel):
+        for result, indices in two.run(2, moe.all_calls, path, dtype, rows, how, sequence_parallel):
             for call in ("padded", "packed"):
                 assert_bitwise_equal(result[call], select_rows(composed, rows, indices), f"{called}: {call}")
 
@@ -110,7 +112,7 @@ def test_logprobs_equal_a_composition_of_ops_on_unsharded_weights(kind, moe_chec
 def test_shared_expert_that_differs_from_the_config_is_rejected(moe_checkpoint, world):
     tokens = torch.tensor([[1, 2, 3, 4]])
     with patch_megatron(300), torch.no_grad():
-        model = mixtures.build(moe_checkpoint(arch="qwen2_moe"), torch.bfloat16)
+        model = moe.build(moe_checkpoint(arch="qwen2_moe"), torch.bfloat16)
         expected = model(tokens, None, None)
         layer = model.decoder.layers[1].mlp
         for owner, name, value in (
@@ -128,17 +130,17 @@ def test_shared_expert_that_differs_from_the_config_is_rejected(moe_checkpoint, 
 def test_stock_megatron_differs_between_layouts(moe_checkpoint, rows, alone, two):
     """Shows that the bit-equality tests can fail."""
     path, dtype = moe_checkpoint(), torch.bfloat16
-    one_rank = mixtures.stock(None, path, dtype, rows, {})
-    for called in ("tensor parallel, experts cut", "sequence parallel, experts on each"):
-        other = two.run(2, mixtures.stock, path, dtype, rows, *LAYOUTS[called])[0]
+    one_rank = moe.stock(None, path, dtype, rows, {})
+    for called in ("tensor parallel, experts sharded", "sequence parallel, experts distributed"):
+        other = two.run(2, moe.stock, path, dtype, rows, *LAYOUTS[called])[0]
         assert (other != one_rank).any(), called
     assert (one_rank != alone(dtype)["padded"]).any()
 
 
 def test_unnormalized_routing_weights_give_the_same_bits(moe_checkpoint, rows, world, two):
     path = moe_checkpoint(normalize_top_k=False)
-    expected, _ = mixtures.all_calls(None, path, torch.bfloat16, rows, {})
-    for result, indices in two.run(2, mixtures.all_calls, path, torch.bfloat16, rows, dict(ep=2)):
+    expected, _ = moe.all_calls(None, path, torch.bfloat16, rows, {})
+    for result, indices in two.run(2, moe.all_calls, path, torch.bfloat16, rows, dict(ep=2)):
         assert_bitwise_equal(result["packed"], select_rows(expected["one"], rows, indices))
 
 
@@ -155,8 +157,8 @@ def test_one_step_agrees_with_float64(dtype, arch, moe_checkpoint, rows, world, 
     arch = read_architecture(path)
     width = max(arch.top_k * arch.intermediate + arch.shared_intermediate, arch.dense_intermediate)
     limit = bound(dataclasses.replace(arch, intermediate=width), dtype)
-    grads, chosen = mixtures.step(None, path, dtype, rows, {})
-    again, _ = mixtures.step(None, path, dtype, rows, {})
+    grads, chosen = moe.step(None, path, dtype, rows, {})
+    again, _ = moe.step(None, path, dtype, rows, {})
     weights = reference.weights64(Checkpoint(path))
     assert [name for name in weights if name not in grads] == [name for name in weights if name.endswith("_bias")]
     for name in weights.keys() - grads.keys():  # expert biases have no gradient
@@ -173,7 +175,7 @@ def test_one_step_agrees_with_float64(dtype, arch, moe_checkpoint, rows, world, 
     for called, (how, sequence_parallel) in LAYOUTS.items():
         if called not in TRAINED:
             continue
-        for other, _ in two.run(2, mixtures.step, path, dtype, rows, how, sequence_parallel):
+        for other, _ in two.run(2, moe.step, path, dtype, rows, how, sequence_parallel):
             for name, w in trained.items():
                 error = relative_error(other[name], w.grad)
                 assert error < limit, f"{called}: {name} is off by {error:.2e}, more than {limit:.2e}"
@@ -182,20 +184,20 @@ def test_one_step_agrees_with_float64(dtype, arch, moe_checkpoint, rows, world, 
 def test_expert_gradients_are_equal_across_layouts(moe_checkpoint, rows, world, two):
     """The layouts distribute one global batch."""
     path, dtype = moe_checkpoint(), torch.bfloat16
-    expected = mixtures.step(None, path, dtype, [*rows[::2], *rows[1::2]], {}, bare=True)[0]
+    expected = moe.step(None, path, dtype, [*rows[::2], *rows[1::2]], {}, bare=True)[0]
     of_experts = [name for name in expected if ".experts." in name]
-    for grads, _ in two.run(2, mixtures.step, path, dtype, rows, dict(ep=2), False, True, True):
+    for grads, _ in two.run(2, moe.step, path, dtype, rows, dict(ep=2), False, True, True):
         for name in of_experts:
             assert_bitwise_equal(grads[name], expected[name], name)
     # Input gradients of dense layers and sharded experts are summed over TP ranks, so only the last layer is bit-equal.
-    each, cut = (
-        two.run(2, mixtures.step, path, dtype, rows, *LAYOUTS[f"sequence parallel, experts {how}"], True, True)[0][0]
-        for how in ("on each", "cut")
+    distributed, sharded = (
+        two.run(2, moe.step, path, dtype, rows, *LAYOUTS[f"sequence parallel, experts {how}"], True, True)[0][0]
+        for how in ("distributed", "sharded")
     )
     for name in of_experts:
         if ".layers.1." in name:
             assert expected[name].any()
-            assert_bitwise_equal(each[name], cut[name], name)
+            assert_bitwise_equal(distributed[name], sharded[name], name)
 
 
 SHARED = {
@@ -215,16 +217,16 @@ SHARED = {
 def test_shared_experts_and_expert_groups_give_the_same_bits(kind, rows, world, two):
     """Models have a dense layer, then an MoE layer with a shared expert or expert groups."""
     fields = SHARED[kind]
-    expected, _ = mixtures.dense_and_moe_logprobs(None, rows, {}, False, torch.bfloat16, **fields)
-    stock, _ = mixtures.dense_and_moe_logprobs(None, rows, {}, False, torch.bfloat16, False, **fields)
+    expected, _ = moe.dense_and_moe_logprobs(None, rows, {}, False, torch.bfloat16, **fields)
+    stock, _ = moe.dense_and_moe_logprobs(None, rows, {}, False, torch.bfloat16, False, **fields)
     assert (stock != expected).any() and (stock - expected).abs().mean() < 0.1
     for how, sp in ((dict(ep=2), False), (dict(tp=2), False), (dict(tp=2), True), (dict(tp=2, ep=2, etp=1), True)):
-        run = partial(mixtures.dense_and_moe_logprobs, **fields)
+        run = partial(moe.dense_and_moe_logprobs, **fields)
         for result, indices in two.run(2, run, rows, how, sp, torch.bfloat16):
             assert_bitwise_equal(result, select_rows(expected, rows, indices), f"{kind}, {how}")
     with torch.compiler.set_stance("force_eager"):
         ours, its = (
-            mixtures.dense_and_moe_gradients(None, rows, torch.float32, patched, **fields) for patched in (True, False)
+            moe.dense_and_moe_gradients(None, rows, torch.float32, patched, **fields) for patched in (True, False)
         )
     assert ours.keys() == its.keys()
     for name, gradient in its.items():
@@ -237,7 +239,7 @@ def test_load_balancing_losses_change_only_gradients(moe_checkpoint, rows, alone
     names = [f"model.layers.{i}.mlp.gate.weight" for i in range(2)]
 
     def gradients(**how):
-        return mixtures.step(None, path, dtype, rows[:2], {}, packed=False, **how)[0]
+        return moe.step(None, path, dtype, rows[:2], {}, packed=False, **how)[0]
 
     with torch.compiler.set_stance("force_eager"):
         plain, stock = gradients(), gradients(patched=False)
@@ -247,7 +249,7 @@ def test_load_balancing_losses_change_only_gradients(moe_checkpoint, rows, alone
                 fields["moe_aux_loss_coeff"] = [0.1, 0.05]
             if kind == "z":
                 fields = {"moe_z_loss_coeff": 0.1}
-            given = mixtures.training_logprobs(None, path, dtype, rows[:2], **fields)
+            given = moe.training_logprobs(None, path, dtype, rows[:2], **fields)
             assert_bitwise_equal(given, select_rows(alone(dtype)["padded"], rows, [0, 1]), kind)
             ours, its = gradients(**fields), gradients(patched=False, **fields)
             for name in names:
@@ -264,7 +266,7 @@ def test_expert_bias_is_updated_and_changes_the_routing(moe_checkpoint, rows, wo
         "moe_router_bias_update_rate": 0.125,
     }
     path = moe_checkpoint()
-    counts, biases, first, second = mixtures.expert_bias_step(None, path, torch.bfloat16, rows, fields)
+    counts, biases, first, second = moe.expert_bias_step(None, path, torch.bfloat16, rows, fields)
     for count, bias, chosen in zip(counts, biases, first, strict=True):
         assert count.tolist() == chosen.sum(0).tolist()
         mean = count.sum() / len(count)
@@ -279,8 +281,8 @@ def test_recomputation_changes_no_gradient(moe_checkpoint, rows, world, two):
         "full uniform": RECOMPUTE_CONFIGS["full uniform"],
         "moe": selective | {"recompute_modules": ["moe", "core_attn"]},
     }
-    layouts = {"one": lambda **f: [mixtures.step(None, path, dtype, rows, {}, **f)]}
-    layouts["uneven"] = lambda **f: two.run(2, partial(mixtures.step, **f), path, dtype, rows, dict(ep=2))
+    layouts = {"one": lambda **f: [moe.step(None, path, dtype, rows, {}, **f)]}
+    layouts["uneven"] = lambda **f: two.run(2, partial(moe.step, **f), path, dtype, rows, dict(ep=2))
     for called, run in layouts.items():
         expected = run()
         for kind, fields in kinds.items():
@@ -313,7 +315,7 @@ def test_context_and_pipeline_parallelism_give_the_bits_of_one_rank(moe_checkpoi
     assert_bitwise_equal(got, select_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
     # One stage has only a dense layer, the other only an MoE layer.
     path = moe_checkpoint(dense_layers=(0,), dense_intermediate=192)
-    expected = torch.cat([moe.logprobs(path, row[:1], row[1:]) for row in rows])
+    expected = torch.cat([moe_reference.logprobs(path, row[:1], row[1:]) for row in rows])
     outputs, _ = two.run(2, layouts.pipeline, path, dtype, rows, dict(pp=2), {})[1]
     got = torch.cat([logp for _, logp in outputs])
     assert_bitwise_equal(got, select_rows(expected, rows, [0, 2, 1, 3]), "pipeline")
@@ -324,7 +326,7 @@ def test_exported_weights_equal_the_checkpoint(arch, moe_checkpoint, two):
     path = moe_checkpoint(arch=arch, **FAMILY_SIZES[arch])
     held = Checkpoint(path)
     for how in (dict(ep=2), dict(tp=2), dict(tp=2, ep=2, etp=1)):
-        for weights in two.run(2, mixtures.whole_weights, path, torch.bfloat16, how):
+        for weights in two.run(2, moe.whole_weights, path, torch.bfloat16, how):
             assert weights.keys() == set(held)
             for name, weight in weights.items():
                 assert_bitwise_equal(weight, held[name], name)
@@ -338,16 +340,14 @@ def test_distributed_checkpoints_load_in_another_layout(arch, moe_checkpoint, tw
     for i, (before, after) in enumerate([(dict(ep=2), dict(tp=2)), (dict(tp=2), dict(ep=2))]):
         folder = tmp_path / str(i)
         folder.mkdir()
-        two.run(2, mixtures.save_checkpoint, path, torch.bfloat16, before, folder)
-        for weights in two.run(2, mixtures.load_checkpoint, path, torch.bfloat16, after, folder):
+        two.run(2, moe.save_checkpoint, path, torch.bfloat16, before, folder)
+        for weights in two.run(2, moe.load_checkpoint, path, torch.bfloat16, after, folder):
             for name, weight in weights.items():
                 assert_bitwise_equal(weight, held[name], name)
 
 
 def test_undo_restores_stock_megatron(moe_checkpoint, rows, alone, world):
-    before, between, after, same, changed, aligned = mixtures.patch_and_undo(
-        None, moe_checkpoint(), torch.bfloat16, rows
-    )
+    before, between, after, same, changed, aligned = moe.patch_and_undo(None, moe_checkpoint(), torch.bfloat16, rows)
     assert_bitwise_equal(after, before)
     assert_bitwise_equal(between, alone(torch.bfloat16)["padded"])
     assert same and changed
@@ -357,21 +357,21 @@ def test_undo_restores_stock_megatron(moe_checkpoint, rows, alone, world):
 
 @pytest.mark.parametrize("how", [dict(ep=2), dict(tp=2, ep=2, etp=1)], ids=["data-parallel", "tensor-parallel"])
 def test_invalid_input_on_one_rank_raises_on_both_ranks(how, moe_checkpoint, two):
-    for raised in two.run(2, mixtures.wrong_on_one_rank, moe_checkpoint(), how):
-        for what in mixtures.WRONG:
+    for raised in two.run(2, moe.wrong_on_one_rank, moe_checkpoint(), how):
+        for what in moe.WRONG:
             kind, message = raised[what]
             assert kind in ("InputError", "UnsupportedError") and what.split(":")[0] in message, (what, message)
 
 
 def test_four_ranks_give_the_bits_of_one(moe_checkpoint, rows, world, four):
     """Expert-parallel groups span several tensor-parallel groups; invalid input on one rank raises on all."""
-    expected, _ = mixtures.dense_and_moe_logprobs(None, rows, {}, False, torch.bfloat16)
+    expected, _ = moe.dense_and_moe_logprobs(None, rows, {}, False, torch.bfloat16)
     wider = dict(tp=2, ep=4, etp=1)
     for how, sp in ((dict(tp=2, ep=2, etp=2), True), (wider, True), (wider, False), (dict(tp=1, ep=2, etp=2), False)):
-        for result, indices in four.run(4, mixtures.dense_and_moe_logprobs, rows, how, sp, torch.bfloat16):
+        for result, indices in four.run(4, moe.dense_and_moe_logprobs, rows, how, sp, torch.bfloat16):
             assert_bitwise_equal(result, select_rows(expected, rows, indices), f"{how}")
-    for raised in four.run(4, mixtures.wrong_on_one_rank, moe_checkpoint(), wider):
-        assert raised.keys() == mixtures.WRONG.keys()
+    for raised in four.run(4, moe.wrong_on_one_rank, moe_checkpoint(), wider):
+        assert raised.keys() == moe.WRONG.keys()
 
 
 UNSUPPORTED = {
@@ -401,7 +401,7 @@ UNSUPPORTED = {
 def test_unsupported_moe_fields_are_rejected_and_others_change_no_bit(moe_checkpoint, world):
     tokens = torch.tensor([[1, 2, 3, 4]])
     with patch_megatron(300), torch.no_grad():
-        model = mixtures.build(moe_checkpoint(), torch.bfloat16)
+        model = moe.build(moe_checkpoint(), torch.bfloat16)
         expected = model(tokens, None, None)
         for field, value in UNSUPPORTED.items():
             if not hasattr(model.config, field):
@@ -441,12 +441,12 @@ def test_policy_covers_every_moe_field(moe_checkpoint):
 
 def test_layouts_with_wrong_gradients_in_megatron_are_rejected_in_training(moe_checkpoint, rows, two):
     path, dtype = moe_checkpoint(), torch.bfloat16
-    right = two.run(2, mixtures.step, path, dtype, rows, *LAYOUTS["sequence parallel, experts cut"])[0][0]
+    right = two.run(2, moe.step, path, dtype, rows, *LAYOUTS["sequence parallel, experts sharded"])[0][0]
     for called, (how, sequence_parallel) in LAYOUTS.items():
         if called in TRAINED:
             continue
         named = "expert_tensor_parallel_size" if sequence_parallel else "sequence_parallel"
-        for outcome in two.outcomes(2, mixtures.step, path, dtype, rows, how, sequence_parallel):
+        for outcome in two.outcomes(2, moe.step, path, dtype, rows, how, sequence_parallel):
             if isinstance(outcome, Failed):
                 assert outcome.kind is UnsupportedError and outcome.message.startswith(named), (called, outcome.message)
                 continue

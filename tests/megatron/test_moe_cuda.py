@@ -1,4 +1,7 @@
-"""Gradients of MoE models on one or two Hopper GPUs agree with float64 and across layouts."""
+"""Gradients of MoE models of real Megatron-core on one or two Hopper GPUs; part of `make gpu-test`.
+
+They agree with float64, repeat exactly, and agree across layouts. Helpers are in moe.py and test_moe.py.
+"""
 
 import dataclasses
 import itertools
@@ -10,7 +13,7 @@ import torch
 from alignkit.check.machine import most_ranks
 from alignkit.convert import Checkpoint, read_architecture
 from alignkit.testing import assert_bitwise_equal
-from tests.megatron import mixtures, reference
+from tests.megatron import moe, reference
 from tests.megatron.gpus import GPUs, _on_cpu
 from tests.megatron.test_gradients import bound
 from tests.megatron.test_moe import LAYOUTS, TRAINED, relative_error
@@ -35,12 +38,12 @@ def two():
 
 
 def step(ranks, *given):
-    """Return `mixtures.step` of each rank."""
+    """Return `moe.step` of each rank."""
     return ranks.run(ranks.world, partial(_step, given))
 
 
 def _step(given):
-    return _on_cpu(mixtures.step(None, *given))
+    return _on_cpu(moe.step(None, *given))
 
 
 class Float64Gradients:

@@ -1,4 +1,8 @@
-"""Pipeline, context and data parallelism on two or four Hopper GPUs over NCCL."""
+"""Pipeline, context and data parallelism of real Megatron-core on two or four Hopper GPUs over NCCL.
+
+Part of `make gpu-test`. It repeats test_pipeline.py, test_context.py and test_data_parallel.py; layouts.py holds the
+functions that run on the ranks.
+"""
 
 from functools import partial
 
@@ -23,13 +27,13 @@ def two():
         yield ranks
 
 
-def run(ranks, function, *given, **asked):
-    return ranks.run(ranks.world, partial(function, None, *given, **asked))
+def run(ranks, function, *given, **options):
+    return ranks.run(ranks.world, partial(function, None, *given, **options))
 
 
-def alone(ranks, *given, **asked):
+def alone(ranks, *given, **options):
     """Return logprobs and gradients of one rank; all ranks have the same rows, so the mean gradient is that of each."""
-    outputs, grads = run(ranks, layouts.pipeline, *given, how={}, fields={}, **asked)[0]
+    outputs, grads = run(ranks, layouts.pipeline, *given, how={}, fields={}, **options)[0]
     return [logp for _, logp in outputs], grads
 
 
@@ -64,12 +68,12 @@ def test_pipeline_on_four_gpus_changes_no_bit(how, checkpoint, long_rows):
 def test_context_parallelism_gives_the_bits_of_one_rank(packed, checkpoint, two, long_rows):
     path = checkpoint("qwen3", torch.bfloat16, vocab=2000, **BIG)
     given = path, torch.bfloat16, long_rows
-    asked = dict(fields={}, packed=packed)
-    whole = run(two, layouts.context, *given, how={}, **asked)[0]
-    results = run(two, layouts.context, *given, how=dict(cp=2), **asked)
+    options = dict(fields={}, packed=packed)
+    whole = run(two, layouts.context, *given, how={}, **options)[0]
+    results = run(two, layouts.context, *given, how=dict(cp=2), **options)
     test_context.check(results, whole, 2, flow=True)
     test_context.check_against_float64(results[0][2], path, long_rows, torch.bfloat16)
-    for first, again in zip(results, run(two, layouts.context, *given, how=dict(cp=2), **asked), strict=True):
+    for first, again in zip(results, run(two, layouts.context, *given, how=dict(cp=2), **options), strict=True):
         assert all(torch.equal(gradient, first[2][name]) for name, gradient in again[2].items())
 
 

@@ -1,4 +1,4 @@
-"""Patch handle: changes, status and undo."""
+"""`patch_megatron` and its handle on real Megatron-core: replaced symbols, status, and undo."""
 
 import copy
 import gc
@@ -149,7 +149,7 @@ def test_undo_does_not_overwrite_later_replacements(checkpoint, rows, world):
     try:
         with pytest.raises(UnsupportedError, match="GPTModel._preprocess: .*theirs of tests.megatron.test_patch"):
             handle.undo()
-        assert GPTModel._preprocess is theirs and status()["patched"], "nothing has been changed"
+        assert GPTModel._preprocess is theirs and status()["patched"], "a rejected undo must change nothing"
     finally:
         GPTModel._preprocess = ours
     with torch.no_grad():

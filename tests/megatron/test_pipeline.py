@@ -1,4 +1,7 @@
-"""Pipeline parallelism under Megatron's schedules gives the logprobs and gradients of one process."""
+"""Pipeline parallelism over gloo ranks under Megatron's real schedules: logprobs and gradients of one process.
+
+layouts.py holds the functions that run on the ranks; test_hybrid.py and test_parallel_cuda.py import helpers.
+"""
 
 from functools import partial
 

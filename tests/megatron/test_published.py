@@ -1,4 +1,7 @@
-"""Published models at full size: Megatron's models of their configs, without weights, are aligned."""
+"""Published models (configs.json) at full size are aligned: real Megatron-core builds them on the meta device.
+
+No weights are loaded and no forward runs. test_convert.py reads the same file.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Query/key norms and RoPE run as one op unless a hook observes a norm's output, with the bits of the separate ops."""
+"""The fused query/key norm and RoPE in real Megatron-core: one op, with the bits of the separate ops.
+
+A hook that observes a norm's output must see it, so the separate ops run instead. Calls of the ops are counted.
+"""
 
 import contextlib
 from unittest import mock

@@ -1,4 +1,7 @@
-"""Activation recomputation does not change the bits of gradients."""
+"""Activation recomputation of real Megatron-core changes no bit of a gradient, for each setting of RECOMPUTE_CONFIGS.
+
+Other tests of recomputation import the settings. Settings that would discard an aligned module's output are rejected.
+"""
 
 import pytest
 import torch
@@ -53,10 +56,10 @@ def test_recomputation_changes_no_gradient(model, checkpoint, rows, world, pair)
 def test_keep_logits_changes_no_gradient(tied, checkpoint, rows, world, pair):
     path = checkpoint("llama", torch.bfloat16, tied)
     alone = workers.step(world, path, torch.bfloat16, False, rows)
-    same(workers.step(world, path, torch.bfloat16, False, rows, keep_logits=True), alone, "kept")
+    same(workers.step(world, path, torch.bfloat16, False, rows, keep_logits=True), alone, "keep_logits")
     kept = {"stored": {}, "kept": {"keep_logits": True}}
     for result in pair.run(2, workers.steps_by_config, path, torch.bfloat16, True, rows, kept):
-        same(result["kept"], result["stored"], "kept, on two ranks")
+        same(result["kept"], result["stored"], "keep_logits, on two ranks")
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -1,6 +1,7 @@
-"""Megatron-core's TransformerEngine layer spec has the bits of the local one; only its modules' arithmetic changes.
+"""Megatron-core's TransformerEngine layer spec has the bits of the local spec, on a CPU.
 
-`te_on_cpu` replaces TransformerEngine, which needs a GPU (`test_te_cuda.py`); Megatron-core's wrappers are its own.
+Megatron-core's wrappers are real; `te_on_cpu` takes the place of TransformerEngine, which needs a GPU
+(`test_te_cuda.py`). Undo must restore modules, state dicts and checkpoints.
 """
 
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 
 from alignkit.convert import Checkpoint
 from alignkit.testing import assert_bitwise_equal
-from tests.megatron import mixtures, te_workers, workers
+from tests.megatron import moe, te_workers, workers
 from tests.megatron.test_recompute import RECOMPUTE_CONFIGS, same
 
 MODELS = {
@@ -42,16 +43,16 @@ def test_moe_has_the_bits_of_the_local_spec(arch, grouped, checkpoint, rows, te,
     dense = {"layers": 3, "dense_layers": (0,)} if grouped else {}
     path = checkpoint(arch, torch.bfloat16, intermediate=128, experts=8, top_k=2, **dense)
     config = {"transformer_engine": True, "moe_grouped_gemm": grouped}
-    single_rank, _ = mixtures.all_calls(None, path, torch.bfloat16, rows, {})
-    grads, _ = mixtures.step(None, path, torch.bfloat16, rows, {})
+    single_rank, _ = moe.all_calls(None, path, torch.bfloat16, rows, {})
+    grads, _ = moe.step(None, path, torch.bfloat16, rows, {})
     for how, sequence_parallel in (({}, False), ({"tp": 2}, True), ({"tp": 2, "ep": 2, "etp": 1}, True)):
         size = how.get("tp", 1)
-        run = partial(mixtures.all_calls, **config)
+        run = partial(moe.all_calls, **config)
         for result, _ in te(size, run, path, torch.bfloat16, rows, how, sequence_parallel):
             for call, value in result.items():
                 assert_bitwise_equal(value, single_rank[call], f"{call}, {how}")
         if size == 1:
-            ((got, _),) = te(1, partial(mixtures.step, **config), path, torch.bfloat16, rows, how)
+            ((got, _),) = te(1, partial(moe.step, **config), path, torch.bfloat16, rows, how)
             assert got.keys() == grads.keys()
             for name, gradient in got.items():
                 assert_bitwise_equal(gradient, grads[name], name)
@@ -139,7 +140,7 @@ def test_recomputation_changes_no_gradient(checkpoint, rows, te):
 def test_unsupported_state_on_one_rank_raises_on_both_ranks(checkpoint, te):
     for names, raised in te(2, te_workers.errors_by_change, checkpoint()):
         for name in names:
-            assert name in raised, f"{name} is not rejected"
+            assert name in raised, f"{name}: the rank raised no error"
             kind, message = raised[name]
             assert kind == "UnsupportedError" and name in message, message
 

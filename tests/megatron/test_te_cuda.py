@@ -1,7 +1,6 @@
-"""TransformerEngine itself on one or two Hopper GPUs: ``python -m pytest tests/megatron/test_te_cuda.py``.
+"""The tests of `test_te.py` with the real TransformerEngine, on one or two Hopper GPUs.
 
-The tests are those of `test_te.py`, with the real modules: the bits of the local layer spec, and changes of the
-modules' arithmetic only.
+Part of `make gpu-test` where TransformerEngine is installed. te_workers.py holds the functions that run on the ranks.
 """
 
 import importlib.util
@@ -117,7 +116,7 @@ def test_exported_weights_equal_the_checkpoint(checkpoint, gpus):
 def test_unsupported_state_on_one_rank_raises_on_all_ranks(checkpoint, gpus):
     for names, raised in gpus.with_tp(WORLD, te_workers.errors_by_change, checkpoint(*MODELS["qwen3"], **BIG)):
         for name in names:
-            assert name in raised, f"{name} is not rejected"
+            assert name in raised, f"{name}: the rank raised no error"
             kind, message = raised[name]
             assert kind == "UnsupportedError" and name in message, message
 

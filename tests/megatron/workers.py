@@ -1,6 +1,7 @@
-"""Functions that the tests run on each tensor-parallel rank, with real Megatron-core.
+"""Functions that the tests of dense models run on each tensor-parallel rank, with real Megatron-core.
 
-The ranks unpickle them by name. Tests read the keys of `all_calls`.
+The ranks unpickle them by name. Tests read the keys of `all_calls`. layouts.py adds other kinds of parallelism, moe.py
+MoE models, hybrids.py HybridModel, te_workers.py TransformerEngine.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""Mismatched calls of two ranks, for test_agreement.py (CPUs) and test_agreement_cuda.py (GPUs).
+"""Mismatched calls of two ranks, for test_agreement.py (gloo) and test_agreement_cuda.py (NCCL).
 
-Each function runs on both ranks; rank `odd` makes the other call.
+Each function runs on both ranks; rank `odd` makes a call that differs from the other rank's.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Inputs, error bounds and problem descriptions for the op tests.
 
-ALIGNKIT_TEST_DEVICE selects the device of the tests, ALIGNKIT_TEST_EXAMPLES the number of random cases.
+ALIGNKIT_TEST_DEVICE selects the device of the tests, ALIGNKIT_TEST_EXAMPLES the number of random cases. Each file of
+this folder runs in `make test` (CPU) and in `make gpu-test` (GPU), unless its `pytestmark` skips one of them.
 """
 
 import contextlib

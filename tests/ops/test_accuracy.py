@@ -1,8 +1,8 @@
-"""Values and gradients against float64, within error bounds that follow from the dtype.
+"""Values and gradients of the ops against float64, within error bounds that follow from the dtype.
 
 The error of a chain of k fp32 operations is at most gamma(k) times the sum of absolute terms. Rounding to the model
 dtype adds its unit roundoff. exp has a relative error of `EXP`. Fixed-point sums of a tile add 128 * 2^-24 relative to
-its maximum.
+its maximum. Equal bits are tested in test_contract_bits.py.
 """
 
 import hypothesis.strategies as st

@@ -1,4 +1,7 @@
-"""Mismatched calls raise on all ranks without a timeout, whatever the ranks have checked before."""
+"""Mismatched calls of two gloo ranks raise on all ranks without a timeout, whatever the ranks have checked before.
+
+agreement.py holds the calls; alignkit/dist/agreement.py is under test.
+"""
 
 import time
 import tracemalloc

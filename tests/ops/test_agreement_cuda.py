@@ -1,4 +1,4 @@
-"""`test_agreement.py` over NCCL: mismatched calls raise on both ranks before a collective can hang or mix data."""
+"""The calls of `test_agreement.py` on two GPUs over NCCL: both ranks raise before a collective can hang or mix data."""
 
 import functools
 import signal

@@ -1,6 +1,7 @@
-"""An invalid argument raises one clear error that begins with the caller's argument name.
+"""Every argument of every op, replaced by values of other kinds and ranges, raises one clear error.
 
-Torch's defaults and modes do not matter. EVERYTHING imports `BASE` and `call` by name in a subprocess.
+The error begins with the caller's argument name; torch's defaults and modes do not matter. A new op needs its valid
+arguments in BASE. A subprocess imports `BASE` and `call` by name. test_bad_input.py lists single cases.
 """
 
 import fractions
@@ -248,8 +249,8 @@ def test_errors_use_the_callers_names():
         ({"v_cache": CACHE.bfloat16()}, "v_cache: dtype"),
         ({"k_cache": CACHE[..., :4], "v_cache": CACHE[..., :4]}, "k_cache: head_dim must equal q's 8, got 4"),
         ({"q": Q[:, :3]}, "k_cache: number of heads must divide q's 3, got 2"),
-        ({"q": Q[:, :0]}, "q: must have a head and a positive head_dim"),
-        ({"k_cache": CACHE.transpose(2, 3).contiguous().transpose(2, 3)}, "k_cache: strides"),
+        ({"q": Q[:, :0]}, "q: number of heads and head_dim must be at least 1"),
+        ({"k_cache": CACHE.transpose(2, 3).contiguous().transpose(2, 3)}, "k_cache: stride of head_dim must be 1"),
     ):
         with pytest.raises(InputError, match="^" + message):
             call("paged_attention", **change)
@@ -261,7 +262,7 @@ def test_errors_use_the_callers_names():
     with pytest.raises(InputError, match="^k_weight: expected a tensor, got None"):
         torch.ops.alignkit.qk_norm_rope(Q, KV, B, None, 1e-6, positions, TABLE)
     if CPU:  # the expected number depends on values
-        with pytest.raises(InputError, match="^chunk_indices: must equal cu_seqlens' 2 chunks, got 5"):
+        with pytest.raises(InputError, match="^chunk_indices: must be 2, the number of chunks in cu_seqlens, got 5"):
             call("fla", chunk_indices=torch.zeros(5, 2))
     with pytest.raises(InputError, match="^x: head_dim must be even and positive, got 7"):
         call("rope", x=Q[..., :7], table=TABLE[:, :7])

@@ -1,4 +1,7 @@
-"""The CUDA backward of attention gives Triton's bits for every batch, stride and neighboring sequence."""
+"""The CUDA backward of attention gives Triton's bits on a GPU, for every batch, stride and neighboring sequence.
+
+test_attention_cuda.py tests Triton's kernels; helpers are there and in test_attention_forward_cuda.py.
+"""
 
 import random
 
@@ -14,7 +17,7 @@ from .test_attention_cuda import capture, packed
 from .test_attention_forward_cuda import BF16, BORDERS, DIMS, HEADS, kernels
 
 __all__ = ["kernels"]  # a fixture
-pytestmark = pytest.mark.skipif(CPU, reason="kernels for a GPU")
+pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 
 
 def same(got, want, what):

@@ -1,6 +1,7 @@
-"""Attention on a GPU: a query's bits depend only on its sequence, not on tile, page, chunk, batch or graph.
+"""Triton's attention on a GPU: a query's bits depend only on its sequence, not on tile, page, chunk, batch or graph.
 
-test_attention_forward_cuda.py and test_attention_backward_cuda.py import the input functions.
+test_attention_forward_cuda.py and test_attention_backward_cuda.py compare the CUDA kernels, and import the input
+functions.
 """
 
 from functools import partial
@@ -123,7 +124,7 @@ def test_rollout_equals_training(dim, heads, kv, page, lengths):
             assert not got[len(rows) :].any()
         if len(rows):
             flat = [c.flatten(0, 1) for c in (k_cache, v_cache)]
-            assert flat[0].data_ptr() == k_cache.data_ptr(), "a view"
+            assert flat[0].data_ptr() == k_cache.data_ptr(), "the flattened cache must be a view"
             for x in times(len(SHORT)):
                 m, warps, stages, programs = SHORT[x]
                 out = torch.full_like(q[rows], float("nan"))
@@ -348,7 +349,7 @@ def test_layers_of_a_step_equal_separate_calls(choice, dim, heads, kv, take, in_
             got = run()
     for i, expected in enumerate(want):
         assert_bitwise_equal(got[i], expected, f"layer {i}")
-    with pytest.raises(InputError, match="out: must be contiguous and of q's shape"):
+    with pytest.raises(InputError, match="out: (shape must equal q's|must be contiguous)"):
         PagedAttention(table, starts, length)(q, k, v, scale, torch.cat([q, q], -1)[..., :dim])
 
 
@@ -442,7 +443,7 @@ def test_strict_validates_values_first(monkeypatch):
     outside[1, 0] = k_cache.shape[0]
     for message, args in (
         ("query_start_loc: last entry must not exceed q's 50 rows, got 51", (table, torch.tensor([0, 20, 51]), lens)),
-        ("seq_lens: each must be at least the sequence's number of queries", (table, starts, lens - 1)),
+        ("seq_lens: must be at least the number of queries", (table, starts, lens - 1)),
         ("seq_lens: must not exceed block_table's .* got 1000", (table, starts, lens + 970)),
         ("block_table: entries in use must be in", (outside, starts, lens)),
     ):

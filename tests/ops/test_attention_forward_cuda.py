@@ -1,4 +1,7 @@
-"""The CUDA forward of attention gives Triton's bits for every tile, page, batch and neighboring sequence."""
+"""The CUDA forward of attention gives Triton's bits on a GPU, for every tile, page, batch and neighboring sequence.
+
+test_attention_cuda.py tests Triton's kernels and holds the input functions.
+"""
 
 import random
 
@@ -13,7 +16,7 @@ from alignkit.testing import assert_bitwise_equal
 from .helpers import CPU, randn, times
 from .test_attention_cuda import caches, capture, last, packed
 
-pytestmark = pytest.mark.skipif(CPU, reason="kernels for a GPU")
+pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 
 BF16 = torch.bfloat16
 BORDERS = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 511, 512, 513, 575, 576, 577, 1023, 1024, 1025, 1100, 1536]
@@ -128,7 +131,7 @@ def test_paged_batches_have_tritons_bits(kernels, dim, heads, kv, page):
     want, _ = triton.forward(q, k, v, cu, dim**-0.5)
     k_cache, v_cache, table = caches(k, v, lens, page)
     flat = [c.flatten(0, 1) for c in (k_cache, v_cache)]
-    assert flat[0].data_ptr() == k_cache.data_ptr(), "a view"
+    assert flat[0].data_ptr() == k_cache.data_ptr(), "the flattened cache must be a view"
     for x in times(6):
         take = [rng.choice([0, 1, min(n, 9), min(n, 70), min(n, 130), max(n - 64, 0), n]) for n in lens]
         rows, starts = last(lens, take)

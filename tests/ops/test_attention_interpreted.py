@@ -1,6 +1,7 @@
-"""Distribution of attention leaves among programs, in Triton's interpreter: no GPU, fp32, and not the GPU's exp2.
+"""Triton's decode attention in Triton's interpreter on a CPU: leaves are merged in order, however programs share them.
 
-PROGRAM runs in a subprocess, because TRITON_INTERPRET must be set before Triton is imported.
+It computes in fp32 and without the GPU's exp2. PROGRAM runs in a subprocess, because TRITON_INTERPRET must be set
+before Triton is imported.
 """
 
 import subprocess

@@ -1,4 +1,7 @@
-"""Batch sizes for which decode kernels are compiled: an engine runs one of each kind at startup. No launches here."""
+"""Decode batches of an engine's startup cover every variant of the attention kernels, so no request compiles one.
+
+Launches are recorded, not run; no GPU is needed.
+"""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""The kernels of csrc/sm90/attention on a CPU, compared bitwise with the contract's formula.
+"""The real .cu kernels of csrc/sm90/attention, run on a CPU, compared bitwise with the contract's formula.
 
 The kernels are compiled against tests/ops/cuda_on_cpu, which emulates each instruction. The emulation covers indexing
 and synchronization. It does not cover the rounding of the tensor core and of ex2. `attend` and `expected_backward`

@@ -1,4 +1,7 @@
-"""Workspace of attention: no call uses more than the engine's profiling run reserves. Shapes only, without a GPU."""
+"""Workspace of attention: no call uses more memory than the engine's profiling run reserves.
+
+Only shapes are computed, on the meta device; no GPU is needed.
+"""
 
 from unittest import mock
 

@@ -1,4 +1,7 @@
-"""Autograd of the ops: first gradients are supported, and everything else raises one clear error."""
+"""Autograd of the ops: first gradients are supported; second gradients and transforms raise one clear error.
+
+A new op needs an entry in OPS.
+"""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 """The C++ kernels give the bits of the references on every instruction set of this machine.
 
 Functions named contract_* restate docs/contract.md independently of the references, and change only with that page.
+GPU kernels are compared by the `*_cuda.py` and `*_sm90.py` files.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""The contract id follows from an explicit device."""
+"""The contract id of each device family; it follows from an explicit device, and files are saved under it.
+
+IDS change only with docs/contract.md and the golden hashes (CONTRIBUTING.md, "Rules").
+"""
 
 import pytest
 import torch
@@ -39,7 +42,7 @@ def test_values_of_another_device_are_not_saved(tmp_path, monkeypatch):
     if CPU:  # stands in for a GPU's id
         monkeypatch.setattr(files, "contract_id", lambda device: IDS["sm90"])
     values = [torch.zeros(2, device="meta" if CPU else DEVICE)]
-    message = f"expected its contract '{IDS['sm90']}' or 'stock', got '{IDS['cpu']}'"
+    message = f"so contract must be '{IDS['sm90']}' or 'stock', got '{IDS['cpu']}'"
     with pytest.raises(InputError, match=f"contract: sequence 0's logprobs are on (meta|cuda:?[0-9]*), {message}"):
         save(tmp_path / "a", Logprobs([[1]], [[5, 6]], values, IDS["cpu"]))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Tensors on a GPU other than the current one.
+"""Tensors on a GPU other than the current one, on a machine with two GPUs; part of `make gpu-test`.
 
 Every op, forward and backward, gives the bits of the current GPU and uses the stream of the tensors' GPU. The current
 device does not change.

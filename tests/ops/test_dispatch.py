@@ -1,9 +1,9 @@
-"""Choice of the kernel for a problem.
+"""Choice of the kernel for a problem, without a GPU. No choice changes a bit.
 
-choices.json holds random problems of the GPU family by op; ``answer`` is the kernel that must be chosen, "apart" if the
-head's GEMM and its elementwise kernel run separately. ``proven`` says whether cuBLASLt has an algorithm that passed its
-trial. tests/cli/test_doctor_explain.py reads the file too. No choice changes a bit; a rule or cost model that changes a
-choice changes its answer here.
+choices.json holds random problems of the GPU family by op; ``answer`` is the kernel that must be chosen, "separate" if
+the head's GEMM and its elementwise kernel run separately. ``proven`` says whether cuBLASLt has an algorithm that passed
+its trial. A rule or cost model that changes a choice changes its answer here. tests/cli/test_doctor_explain.py reads
+the file too.
 """
 
 import json
@@ -64,7 +64,7 @@ def chosen_kernel(op: str, p: dict) -> str:
     )
     if op == "linear" and not p["proven"] and accepting[0] == "cublaslt":  # cuBLASLt declines on the device
         return accepting[1]
-    return "apart" if op.startswith("head_") and accepting[0] == "triton" else accepting[0]
+    return "separate" if op.startswith("head_") and accepting[0] == "triton" else accepting[0]
 
 
 @pytest.mark.parametrize("op", CHOICES)
@@ -90,7 +90,7 @@ def test_backend_falls_back_within_its_family():
 @pytest.mark.parametrize("family", families.FAMILIES, ids=lambda f: f.name)
 @pytest.mark.parametrize("op", dispatch.OPS)
 def test_last_kernel_of_each_backend_accepts_every_problem(op, family):
-    """Every listed function exists too."""
+    """The modules and functions that the table names must exist too."""
     for backend in family.backends:
         found = dispatch.kernels(op, backend)
         assert found and not found[-1].rule
@@ -135,7 +135,7 @@ def test_cache_of_decisions_is_bounded(monkeypatch):
 
 def test_problem_without_a_kernel_raises(monkeypatch):
     monkeypatch.setattr(dispatch, "kernels", lambda op, backend: ())
-    with pytest.raises(BackendError, match="linear: no kernel supports Product"):
+    with pytest.raises(BackendError, match="linear: no kernel supports this problem"):
         dispatch.prepare("linear", gemm(), {})
 
 

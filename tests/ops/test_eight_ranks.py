@@ -1,4 +1,7 @@
-"""Eight gloo processes: the largest number of ranks that can share the contract's k-tree."""
+"""Tensor parallelism with eight gloo ranks, the largest number that can share the contract's k-tree: one rank's bits.
+
+test_tp.py tests up to four ranks and holds the helpers.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Golden bits of the engines' ops, forward and backward, as of the last change of the contract id.
+"""Golden bits of the ops, forward and backward, as of the last change of the contract id, on this device's family.
 
 The hashes are in alignkit/golden_*.json. A change of hashes is a change of the contract (CONTRIBUTING.md, "Rules").
 """
@@ -68,5 +68,5 @@ def test_writing_new_cases_keeps_the_old_ones(tmp_path, monkeypatch):
     golden.write("cpu")
     assert golden.load(families.CPU).keys() == {"norms float32", "new"}
     file.write_text(json.dumps(whole | {"sha256": {"norms float32": ["0" * 64]}}))
-    with pytest.raises(BackendError, match="norms float32: bits differ from the stored ones"):
+    with pytest.raises(BackendError, match="norms float32: hashes must equal those in golden"):
         golden.write("cpu")

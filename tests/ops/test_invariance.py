@@ -1,4 +1,4 @@
-"""A row's bits do not depend on the batch, its order, chunks, padding or paging."""
+"""A row's bits do not depend on the batch, its order, chunks, padding or paging, for every op and on each device."""
 
 import hypothesis.strategies as st
 import torch

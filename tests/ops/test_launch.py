@@ -1,4 +1,7 @@
-"""Launches use the GPU of the tensors, not the current one; fake tensors and devices stand in for GPUs."""
+"""Launches of Triton and cuBLASLt use the GPU of the tensors, not the current GPU.
+
+Fake tensors, kernels and devices take the place of two GPUs. test_devices_cuda.py uses real ones.
+"""
 
 import contextlib
 from unittest import mock

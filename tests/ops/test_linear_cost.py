@@ -1,6 +1,7 @@
-"""Choice of the kernel for a skinny k-tree by the cost model of alignkit/ops/linear/cost.py.
+"""Choice of the schedule for a skinny k-tree by the cost model of alignkit/ops/linear/cost.py, without a GPU.
 
-Choices affect speed alone. After a refit of the model's constants, update `test_choice_matches_the_measurements`.
+Choices affect speed alone. After a refit of the model's constants (benchmarks/fit_linear.py), update
+`test_choice_matches_the_measurements`.
 """
 
 import pytest

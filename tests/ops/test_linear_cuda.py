@@ -240,8 +240,8 @@ def test_failed_algorithm_is_logged_once_and_skipped(fresh, monkeypatch, caplog)
     for _ in range(2):
         assert list(cublaslt._admitted(p, list(configurations), None)) == [b"right"]
     assert tried == [b"wrong", b"right"]
-    refusals = [r.getMessage() for r in caplog.records]
-    assert len(refusals) == 1 and "'id': 11" in refusals[0] and "failed the trial" in refusals[0]
+    messages = [r.getMessage() for r in caplog.records]
+    assert len(messages) == 1 and "'id': 11" in messages[0] and "failed the trial" in messages[0]
 
 
 def test_algorithm_is_tried_once_per_k(fresh, monkeypatch):
@@ -278,7 +278,7 @@ def test_algorithms_are_tried_only_at_rounded_row_counts(fresh, monkeypatch, a_b
             self.problem = p
 
         def suggestions(self):
-            return [b"refused", b"%d" % self.problem.m, b"last"]
+            return [b"failing", b"%d" % self.problem.m, b"last"]
 
         def supports(self, algorithm):
             return self.problem.m != 4999
@@ -288,7 +288,7 @@ def test_algorithms_are_tried_only_at_rounded_row_counts(fresh, monkeypatch, a_b
 
     def passes(algorithm, p):
         tried.append(algorithm)
-        return algorithm != b"refused"
+        return algorithm != b"failing"
 
     monkeypatch.setattr(cublaslt, "_Product", Product)
     monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: {"split_k": 1, "reduction": 0})
@@ -301,11 +301,11 @@ def test_algorithms_are_tried_only_at_rounded_row_counts(fresh, monkeypatch, a_b
         return cublaslt._decide(p._replace(m=m, lda=ld), None)
 
     assert [decide(m) for m in (4997, 4998, 5120)] == [(m, b"5120") for m in (4997, 4998, 5120)]
-    assert tried == [b"refused", b"5120"]
+    assert tried == [b"failing", b"5120"]
     like = p._replace(m=4998, lda=ld)
     list(cublaslt._admitted(like, [b"4998"], None))
     assert decide(4998) == (4998, b"4998") and decide(4997) == (4997, b"5120")
-    assert tried == [b"refused", b"5120", b"4998"]
+    assert tried == [b"failing", b"5120", b"4998"]
     assert decide(4999) == (4999, b"4999"), "the algorithm found at the rounded rows does not support these rows"
     assert tried[3:] == [b"4999"]
 
@@ -333,7 +333,9 @@ def test_suggestions_for_many_rows_are_ordered_by_waves(fresh, monkeypatch):
     assert cublaslt._ordered(p, suggested) == [b"501", b"502", b"248"]
     for other in (p._replace(m=256), p._replace(a_by_k=False), p._replace(out_dtype=FP32)):
         assert cublaslt._ordered(other, suggested) == suggested
-    assert cublaslt._ordered(p, [*suggested, b"0"]) == [*suggested, b"0"], "an unknown tile"
+    assert cublaslt._ordered(p, [*suggested, b"0"]) == [*suggested, b"0"], (
+        "the order must not change if a tile id is unknown"
+    )
 
     class Product:
         def __init__(self, p):
@@ -351,21 +353,21 @@ def test_suggestions_for_many_rows_are_ordered_by_waves(fresh, monkeypatch):
     says = {"split_k": 1, "reduction": 0}
     monkeypatch.setattr(cublaslt, "configuration", lambda algorithm: says | {"tile": int(algorithm)})
     monkeypatch.setattr(cublaslt, "_Product", Product)
-    refused, tried = {b"501", b"502"}, []
-    trials(monkeypatch, lambda algorithm, _: tried.append(algorithm) or algorithm not in refused)
+    failing, tried = {b"501", b"502"}, []
+    trials(monkeypatch, lambda algorithm, _: tried.append(algorithm) or algorithm not in failing)
     assert cublaslt._decide(p._replace(m=cublaslt.round_up_rows(299)), None) == b"248"
     assert tried == [b"501", b"502", b"248"]
-    assert cublaslt._decide(p, None) == b"248" and tried[3:] == [], "its own rows need no trial"
+    assert cublaslt._decide(p, None) == b"248" and tried[3:] == [], "the rows of the problem itself must need no trial"
     cublaslt._verdicts[b"502", cublaslt._trial_of(p)] = True
-    assert cublaslt._decide(p._replace(m=298), None) == b"502", "the fastest algorithm that passed"
+    assert cublaslt._decide(p._replace(m=298), None) == b"502", "the first suggestion that passed must be used"
 
 
-@pytest.mark.parametrize("verdicts", [{}, {b"refused": False}, {b"passed": True}, {b"refused": False, b"passed": True}])
+@pytest.mark.parametrize("verdicts", [{}, {b"failing": False}, {b"passed": True}, {b"failing": False, b"passed": True}])
 @pytest.mark.parametrize("rows", range(1, 1100, 61))
 def test_only_algorithms_that_passed_are_used(fresh, monkeypatch, verdicts, rows):
     """This holds for any suggestions, rows and earlier trials, so bits do not depend on the algorithm."""
     rng = random.Random(rows)
-    names = [b"refused", b"passed", b"also refused", b"also passed"]
+    names = [b"failing", b"passed", b"also failing", b"also passed"]
 
     class Product:
         def __init__(self, p):
@@ -468,7 +470,7 @@ def test_additions_are_not_fused_into_the_product(k):
 def test_cublaslt_computes_common_products(m, n, k, a_by_k, b_by_k, out_dtype):
     a, b = operands(m, n, k, a_by_k, b_by_k)
     got = by_cublaslt(a, b, out_dtype)
-    assert got is not None, "no algorithm was admitted"
+    assert got is not None, "no suggested algorithm passed its trial"
     assert_bitwise_equal(got, by_triton(a, b, out_dtype))
 
 
@@ -479,7 +481,7 @@ def test_cublaslt_adds_the_bias(m, dtype):
     a, b = operands(m, 4608, 3584, dtype=dtype)
     for bias in (randn(4608, dtype=dtype), 1e-4 * randn(4608, dtype=dtype), None):
         got = by_cublaslt(a, b, dtype, bias=bias)
-        assert got is not None, "no algorithm was admitted"
+        assert got is not None, "no suggested algorithm passed its trial"
         assert_bitwise_equal(got, by_triton(a, b, dtype, bias=bias))
 
 
@@ -491,7 +493,7 @@ def test_algorithm_is_tried_at_the_k_of_its_product(fresh, k, by_k):
     torch.cuda.synchronize()
     allocated, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()
     out = torch.empty(600, 2056, dtype=BF16)
-    assert launch_cublaslt(a, b, None, out, False), "no algorithm was admitted"
+    assert launch_cublaslt(a, b, None, out, False), "no suggested algorithm passed its trial"
     assert {trial.k for _, trial in cublaslt._verdicts} == {k}
     assert torch.cuda.max_memory_allocated() - allocated < 2**29
     assert_bitwise_equal(out, by_triton(a, b))

@@ -1,7 +1,7 @@
-"""Symbolic execution of alignkit/ops/linear/hopper.py: k-trees of many rows, with cut tiles in the last wave.
+"""Symbolic execution of the Gluon kernel alignkit/ops/linear/hopper.py on a CPU: k-trees of many rows, with cut tiles.
 
-The test runs the kernel's warp roles on names instead of numbers. `Device` stands in for the functions of Triton's
-Gluon that the roles call; a role that calls another function needs it there.
+The test runs the kernel's warp roles on names instead of numbers, and checks the order of summation. `Device` takes the
+place of the Gluon functions that the roles call; a role that calls another function needs that function in `Device`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Blocks of rows and vocabulary slabs, as GPUs use them, run on the CPU.
+"""linear_logp in blocks of rows and vocabulary slabs, as GPUs use them, on the CPU.
 
 An accumulated product continues its chain on the CPU, so the cuts change no bit.
 """

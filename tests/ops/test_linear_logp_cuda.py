@@ -1,4 +1,7 @@
-"""linear_logp on a GPU: no synchronization, schedules that change no bit, and more than 2^31 elements."""
+"""linear_logp on a GPU: no synchronization, schedules that change no bit, and more than 2^31 elements.
+
+test_linear_logp_sm90.py compares its CUDA kernels with Triton's.
+"""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""CUDA kernels of linear_logp, and of skinny GEMMs for its logits: the bits of Triton."""
+"""CUDA kernels of linear_logp, and of skinny GEMMs for its logits, give Triton's bits on a GPU."""
 
 import hypothesis.strategies as st
 import pytest

@@ -1,6 +1,6 @@
-"""Floating-point modes of the caller or of torch's threads change no bit.
+"""Floating-point modes of the caller or of torch's threads change no bit of any op.
 
-`everything` calls each op, and is imported by name in a subprocess.
+`everything` calls each op, and a subprocess imports it by name. A new op needs a call there.
 """
 
 import contextlib

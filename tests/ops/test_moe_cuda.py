@@ -1,4 +1,7 @@
-"""Grouped MoE kernels: the bits of the family's products expert by expert, and of its formulas in torch."""
+"""Triton's grouped MoE kernels on a GPU: the bits of one GEMM per expert, and of the family's formulas in torch.
+
+test_moe_sm90.py compares the CUDA kernels with them.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Problems that the grouped MoE kernels accept, and their (row, expert) pairs."""
+"""Problems that the grouped MoE kernels accept, and their (row, expert) pairs. No GPU is needed."""
 
 import pytest
 import torch
@@ -34,18 +34,21 @@ def test_grouped_kernels_accept_stacked_and_listed_matrices(op):
     "reason,p",
     [
         (
-            "weights: must have the same strides and alignment for all experts",
+            "expert matrices: strides and 16-byte alignment must be equal for all experts, got different ones",
             lambda: problem([weights(64, 32), weights(32, 64).t()]),
         ),
         (
-            "operands: must have one dtype, got torch.float32 and torch.bfloat16",
+            "dtype: must be equal for both operands, got fp32 and bf16",
             lambda: problem(weights(4, 64, 32), a_dtype=torch.float32),
         ),
         (
             f"experts: must be at most {MAX_EXPERTS}, got {MAX_EXPERTS + 1}",
             lambda: problem(weights(4, 64, 32), experts=MAX_EXPERTS + 1),
         ),
-        ("out: rows must be contiguous", lambda: problem(weights(4, 64, 32), out=weights(64, 8).t())),
+        (
+            "out: stride of the last dimension must be 1, got 8",
+            lambda: problem(weights(4, 64, 32), out=weights(64, 8).t()),
+        ),
     ],
 )
 @pytest.mark.parametrize("op", OPS)

@@ -1,4 +1,4 @@
-"""CUDA MoE kernels: the bits of the Triton kernels, for random shapes and routings."""
+"""CUDA MoE kernels give the bits of Triton's kernels on a GPU, for random shapes and routings."""
 
 import random
 
@@ -38,10 +38,10 @@ def random_ids(generator: random.Random, rows: int, experts: int, k: int) -> tor
 
 def random_matrices(generator: random.Random, experts: int, n: int, k: int) -> torch.Tensor | list[torch.Tensor]:
     """Return expert matrices that are contiguous, with gaps between them, with padded rows, or in a list."""
-    layout = generator.choice(("stacked", "apart", "wide", "listed", "listed"))
+    layout = generator.choice(("stacked", "spaced", "wide", "listed", "listed"))
     if layout == "listed":
         return [randn(n, k, dtype=BF16, scale=k**-0.5) for _ in range(experts)]
-    padding = {"stacked": (0, 0), "apart": (3, 0), "wide": (0, 16)}[layout]
+    padding = {"stacked": (0, 0), "spaced": (3, 0), "wide": (0, 16)}[layout]
     return randn(experts, n + padding[0], k + padding[1], dtype=BF16, scale=k**-0.5)[:, :n, :k]
 
 
@@ -125,7 +125,7 @@ def test_matrix_gradients_have_tritons_bits(seed, rows_per_expert):
 def test_two_gathered_operands_are_rejected():
     p = RandomProblem(3)
     out = filled(p.experts, p.h, p.h)
-    with pytest.raises(BackendError, match="moe_gradients: this kernel supports one operand with gathered rows only"):
+    with pytest.raises(BackendError, match="moe_gradients: the CUDA kernel needs one of"):
         cuda.gradients(p.x, p.pairs.row, p.x, p.pairs.row, p.pairs.offsets, out)
 
 

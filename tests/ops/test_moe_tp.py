@@ -1,4 +1,4 @@
-"""MoE over gloo ranks: the same bits for every number of ranks that share the experts and their features."""
+"""MoE over four gloo ranks: the same bits however the ranks share the experts and their features."""
 
 import pytest
 import torch
@@ -142,8 +142,10 @@ BAD = {
         | {"ids": torch.zeros(4, 1, dtype=torch.int64)}
     },
     "ids (hash of its values): must be equal": {2: {"ids": torch.tensor([[0], [4], [-1]])}},
-    "ids: must be in [-1, 12), got -1 to 12": {0: {"ids": torch.tensor([[0], [12], [-1]])}},
-    "first_expert: must be 0 on rank 0 of ep": {1: {"first_expert": 6}},
+    "ids: must be expert ids in [0, 12), or -1 for no expert, got 12 at (1, 0)": {
+        0: {"ids": torch.tensor([[0], [12], [-1]])}
+    },
+    "first_expert: must be 0 (rank 0 of ep, 6 experts per rank)": {1: {"first_expert": 6}},
     "gather: must be equal": {0: {"gather": True}},
     "requires_grad: must be equal": {2: {"weights": torch.ones(3, 1, requires_grad=True)}},
 }
@@ -159,8 +161,8 @@ def test_error_on_one_rank_raises_on_all(grids, message):
 def test_ranks_must_divide_leaves_and_subtrees(grids):
     grids.run(4, call, 4, 1, {})
     for message, sizes in (
-        ("tp: must divide alignkit.contract.k_leaves(32) = 2, got 4", (1, 4)),
-        ("ep: must be a power of two that divides experts = 12, got 3", (3, 1)),
+        ("tp: number of ranks must divide alignkit.contract.k_leaves(32) = 2, got 4", (1, 4)),
+        ("ep: number of ranks must be a power of two that divides the 12 experts, got 3", (3, 1)),
     ):
         for outcome in grids.outcomes(sizes[0] * sizes[1], call, *sizes, {}, timeout=20):
             assert isinstance(outcome, Failed) and outcome.message.startswith(message), outcome

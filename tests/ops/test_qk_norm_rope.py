@@ -1,4 +1,7 @@
-"""qk_norm_rope gives the bits of rms_norm followed by rope, for every shape, stride and rotary_dim."""
+"""qk_norm_rope gives the bits of rms_norm followed by rope, for every shape, stride and rotary_dim, on each device.
+
+test_qk_norm_rope_cuda.py imports the helpers.
+"""
 
 import hypothesis.strategies as st
 import pytest
@@ -211,5 +214,5 @@ def test_gradients_match_the_formula():
 def test_custom_op_has_no_gradients():
     given = [randn(3, 4, 8), randn(3, 2, 8).requires_grad_(), randn(8), randn(8)]
     rest = 1e-6, torch.arange(3), ops.rope_table(8, POSITIONS, 1e4, given[0].device)
-    with pytest.raises(UnsupportedError, match="^alignkit::qk_norm_rope: forward only"):
+    with pytest.raises(UnsupportedError, match="^alignkit::qk_norm_rope: unsupported in a backward pass"):
         sum(a.sum() for a in library.qk_norm_rope(*given, *rest)).backward()

@@ -1,4 +1,7 @@
-"""qk_norm_rope on a GPU: strided rows, CUDA graphs, all schedules, and invalid positions."""
+"""qk_norm_rope on a GPU: strided rows, CUDA graphs, all schedules, and invalid positions.
+
+test_qk_norm_rope.py holds the helpers.
+"""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""CUDA RMSNorm gives the bits of Triton for every shape, stride and schedule."""
+"""CUDA RMSNorm gives the bits of Triton on a GPU, for every shape, stride and schedule."""
 
 import random
 

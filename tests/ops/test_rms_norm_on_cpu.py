@@ -1,4 +1,4 @@
-"""The kernels of csrc/sm90/rms_norm on a CPU, compared bitwise with the contract's formula.
+"""The real .cu kernels of csrc/sm90/rms_norm, run on a CPU, compared bitwise with the contract's formula.
 
 The kernels are compiled against tests/ops/cuda_on_cpu. The distribution of rows, the synchronization and the sums of
 dweight are the same as on a GPU. `expected_forward` and `expected_backward` restate docs/contract.md, "RMSNorm", and

@@ -1,4 +1,7 @@
-"""Settings of sums in symmetric memory, without a GPU; tests/ops/test_tp_cuda.py tests the sums."""
+"""Settings and piece sizes of sums in symmetric memory (alignkit/dist/symmetric.py), without a GPU.
+
+test_tp_cuda.py tests the sums over GPUs, test_symmetric_cuda.py the kernel.
+"""
 
 import datetime
 import random

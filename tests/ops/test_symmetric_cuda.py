@@ -1,4 +1,7 @@
-"""The rank-sum kernel with up to 8 ranks on one GPU: each rank is a stream with its own memory."""
+"""The rank-sum kernel (csrc/sm90/rank_sum) with up to 8 ranks on one GPU: each rank is a stream with its own memory.
+
+test_tp_cuda.py runs it over several GPUs.
+"""
 
 import ctypes
 import random

@@ -1,4 +1,7 @@
-"""Tensor parallelism over gloo processes: the same bits at every TP size, and errors that all ranks raise."""
+"""Tensor parallelism over up to four gloo ranks: the same bits at every TP size, and errors that all ranks raise.
+
+test_eight_ranks.py and test_linear_logp.py import the helpers; test_tp_cuda.py tests GPUs.
+"""
 
 import contextlib
 import warnings
@@ -235,7 +238,7 @@ def test_ranks_with_different_earlier_groups_use_no_workspace(ranks):
     assert ranks.run(2, run_first_use, (3, 3)) == [(True, 4, [])] * 2
     for rank, (found, created, caught) in enumerate(ranks.run(2, run_first_use, (1, 0))):
         assert not found and created == 1 - rank
-        assert len(caught) == 1 and "for different numbers of other groups" in caught[0] and "same bits" in caught[0]
+        assert len(caught) == 1 and "for different numbers of groups before" in caught[0] and "same bits" in caught[0]
 
 
 @pytest.mark.parametrize(
@@ -319,5 +322,5 @@ def too_many_ranks(tp):
 def test_ranks_must_divide_the_leaves(ranks):
     for outcome in ranks.outcomes(4, too_many_ranks, timeout=20):
         assert isinstance(outcome, Failed) and outcome.message.startswith(
-            "tp: must divide alignkit.contract.k_leaves(96) = 2, got 4"
+            "tp: number of ranks must divide alignkit.contract.k_leaves(96) = 2, got 4"
         ), outcome.traceback

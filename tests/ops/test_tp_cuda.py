@@ -1,4 +1,7 @@
-"""Sums over GPUs in symmetric memory: the bits of the tree, for repeated eager calls and graphs."""
+"""Sums over two or more GPUs in symmetric memory: the bits of the tree, for repeated eager calls and graphs.
+
+test_tp_faults_cuda.py tests invalid sums, test_symmetric_cuda.py the kernel on one GPU.
+"""
 
 import datetime
 import functools

@@ -1,4 +1,4 @@
-"""Invalid sums over GPUs end the process with a message before a timeout.
+"""Invalid sums over two GPUs end the process with a message before a timeout.
 
 The faults are a dead rank, ranks whose sums differ, and overlapping sums of one rank. Each rank runs this module as a
 program. The messages are those of csrc/sm90/rank_sum/all_reduce.cu.

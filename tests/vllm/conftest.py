@@ -1,4 +1,8 @@
-"""Fixtures that run vLLM in separate processes: vLLM changes torch.distributed, threads and the environment."""
+"""Fixtures that run real vLLM in separate processes, as vLLM changes torch.distributed, threads and the environment.
+
+`vllm_process` gives a process that runs a test's functions; settings.py holds the engines' options. Without vLLM the
+folder is skipped.
+"""
 
 import contextlib
 import json

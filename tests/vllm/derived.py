@@ -1,6 +1,6 @@
-"""Worker classes that a framework could define. Import them only where vLLM is patched or workers run.
+"""Worker classes that a framework could define; `test_layouts.py` passes their paths as ``worker_cls``.
 
-`test_layouts.py` passes their paths as ``worker_cls``.
+Import the module only in a process in which vLLM is patched, or in a worker.
 """
 
 from vllm.v1.worker.cpu_worker import CPUWorker

@@ -1,4 +1,7 @@
-"""A worker extension class, as RL frameworks use. vLLM adds its methods to the worker for `collective_rpc`."""
+"""A worker extension class, as RL frameworks use: vLLM adds its methods to the worker for `collective_rpc`.
+
+`test_layouts.py` names it as ``worker_extension_cls``.
+"""
 
 from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""An engine of another vLLM version on this CPU.
+"""An engine of another vLLM version on this CPU; `test_versions.py` runs it.
 
 The Python code comes from an unpacked wheel, the CPU kernels from the installed vLLM. Only vLLM's worker calls these
 kernels, when it starts; alignkit does not.

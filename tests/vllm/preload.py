@@ -1,4 +1,4 @@
-"""Imports of the process that `VllmProcess` forks: vLLM, under the environment that vLLM and torch read on import."""
+"""Imports of the fork server of `VllmProcess`: vLLM, under the environment that vLLM and torch read on import."""
 
 import os
 

@@ -1,4 +1,7 @@
-"""Environment variables and options of the test engines."""
+"""Environment variables (ENV) and options (ENGINE) of the test engines: small, eager and in process, for a CPU.
+
+It imports nothing, so that a process can set ENV before it imports vLLM.
+"""
 
 ENV = {
     "OMP_NUM_THREADS": "1",

@@ -1,4 +1,7 @@
-"""Rejection of models that vLLM builds differently from config.json."""
+"""Rejection of models that real vLLM builds differently from config.json: another head, scale or override.
+
+The rejections happen when a worker has built the model. test_rejections.py tests those before the engine starts.
+"""
 
 import json
 import shutil

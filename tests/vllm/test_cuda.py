@@ -1,12 +1,11 @@
-"""Invariance of vLLM's logprobs on a GPU: eager mode and CUDA graphs, V1 and V2 model runners.
+"""Logprobs of real vLLM on a GPU: the same bits in eager mode and CUDA graphs, with the V1 and V2 model runners.
 
-The engines start concurrently, each in its own process: ``python -m pytest tests/vllm/test_cuda.py``.
+Part of `make gpu-test`. The engines start concurrently, each in its own process (concurrent_engines.py).
+test_experts_cuda.py imports `compilations`.
 """
 
-import contextlib
 import shutil
 import timeit
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 from alignkit.check.machine import most_ranks
 from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
-from tests.vllm.conftest import ENGINE
+from tests.vllm.concurrent_engines import concurrent_engines, start
 from tests.vllm.test_engine import evaluate, generate, hidden_states, reload
 from tests.vllm.test_live import attention, hook, method_of_vllms_class, norm, set_attribute, worker
 from tests.vllm.test_serve import complete, serving, with_tokenizer
@@ -51,49 +50,11 @@ def prompts():
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-class SideBySide:
-    """A mapping from keys to processes with a patched engine each."""
-
-    def __init__(self, started, ready):
-        self._started, self._ready = started, ready
-
-    def __getitem__(self, key):
-        """Wait for this engine's start alone; return its process, or raise its startup error."""
-        self._ready[key].result()
-        return self._started[key]
-
-
-@contextlib.contextmanager
-def side_by_side(vllm_process, engines, cache, at_once=None):
-    """Yield a `SideBySide` of engines that start concurrently.
-
-    Args:
-        vllm_process: Function that starts a `VllmProcess`.
-        engines: Tuples (environment, model, engine options) by key, in starting order.
-        cache: Root of vLLM's caches.
-        at_once: Largest number of concurrent starts.
-    """
-    common = {
-        "TORCHDYNAMO_DISABLE": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_CACHE_ROOT": str(cache),
-        "HF_HUB_OFFLINE": "1",
-    }
-    started = {key: vllm_process(**common | environment) for key, (environment, _, _) in engines.items()}
-    pool = ThreadPoolExecutor(at_once)
-    try:
-        ready = {key: pool.submit(started[key], start, model, options) for key, (_, model, options) in engines.items()}
-        yield SideBySide(started, ready)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
 @pytest.fixture(scope="module")
 def engines(vllm_process, model, tmp_path_factory):
     """Yield processes with patched engines, by the names in `ENGINES`."""
     all_engines = {name: (environment, model, options) for name, (environment, options) in ENGINES.items()}
-    with side_by_side(vllm_process, all_engines, tmp_path_factory.mktemp("cache")) as engines:
+    with concurrent_engines(vllm_process, all_engines, tmp_path_factory.mktemp("cache")) as engines:
         yield engines
 
 
@@ -104,52 +65,6 @@ def expected(engines, prompts):
 
 
 # Functions that run in an engine's process.
-
-
-def start(state, model, options):
-    from vllm import LLM
-
-    from alignkit.check.replicas import Replicas
-    from alignkit.check.rollout import shared_gpus
-    from alignkit.vllm import patch_vllm
-
-    patch_vllm()
-    options = (
-        ENGINE
-        | {
-            "enforce_eager": False,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 2048,
-            "block_size": 16,
-            "gpu_memory_utilization": 0.1,
-        }
-        | options
-    )
-    replicas = options.get("data_parallel_size", 1)
-    options |= shared_gpus(replicas * options.get("tensor_parallel_size", 1))
-    state.llm = (Replicas if replicas > 1 else LLM)(model, dtype="bfloat16", **options)
-    state.compilations = record_compilations()
-
-
-def record_compilations():
-    """Return a list that receives each alignkit kernel compiled and each GEMM problem that cuBLASLt tunes."""
-    import triton
-
-    from alignkit.ops.linear import cublaslt
-
-    compilations, trial = [], cublaslt._Trial
-
-    def compiled(*, src, **_):
-        if src.fn.__module__.startswith("alignkit"):
-            compilations.append(src.fn.__name__)
-
-    def tried(problem, chain):
-        compilations.append(problem)
-        return trial(problem, chain)
-
-    triton.knobs.compilation.listener = compiled
-    cublaslt._Trial = tried
-    return compilations
 
 
 def one_at_a_time(state, prompts):

@@ -1,4 +1,8 @@
-"""One engine in process: request parameters, and weight updates of a running engine."""
+"""One patched vLLM engine on a CPU, in a test's process: request parameters, and weight updates of a running engine.
+
+Logprobs must equal those of the ops and of training. A new dense model family needs a case in
+`test_decode_and_prefill_agree_for_other_architectures`.
+"""
 
 from contextlib import contextmanager
 

@@ -1,4 +1,8 @@
-"""MoE models in vLLM: invariance across batching and ranks, and rejected configurations."""
+"""MoE models in real vLLM on a CPU: logprobs equal tests/moe_reference.py in every batch and on one or two ranks.
+
+A stock engine must differ. Unsupported options are rejected by name. test_experts_cuda.py and test_replicas.py import
+the helpers.
+"""
 
 import json
 import operator
@@ -10,7 +14,7 @@ import torch
 
 from alignkit.errors import UnsupportedError
 from alignkit.testing import assert_bitwise_equal
-from tests.vllm import moe
+from tests import moe_reference
 from tests.vllm.conftest import ENGINE
 from tests.vllm.test_live import set_attribute
 
@@ -165,7 +169,7 @@ def statuses_with_changed_experts(state):
 
 
 def statuses_with_changed_shared_expert(state):
-    """Return the same for changed parts of a shared expert."""
+    """Return what `statuses_with_changed_experts` does, for changed parts of a shared expert."""
     model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     mlp = model.model.layers[1].mlp
     seen = []
@@ -182,7 +186,7 @@ def statuses_with_changed_shared_expert(state):
 
 
 def statuses_with_changed_router(state):
-    """Return the same for changed parts of a sigmoid router and for rotary embeddings."""
+    """Return what `statuses_with_changed_experts` does, for a sigmoid router and for rotary embeddings."""
     model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     layer = model.model.layers[1]
     experts = layer.mlp.experts.routed_experts
@@ -235,7 +239,7 @@ def assert_same(actual, expected):
 def assert_matches_ops(found, path, prompts, device="cpu"):
     """Assert that the logprobs equal those of the ops on unsharded weights."""
     for prompt, (tokens, logprobs) in zip(prompts, found, strict=True):
-        assert_bitwise_equal(torch.tensor(logprobs), moe.logprobs(path, prompt, tokens, device))
+        assert_bitwise_equal(torch.tensor(logprobs), moe_reference.logprobs(path, prompt, tokens, device))
 
 
 def test_status_reports_patched_modules(engine):
@@ -336,7 +340,7 @@ def test_a_stock_engine_differs(vllm_process, small, prompts, arch):
     process(start_stock, path, {"dtype": "float32"})
     stock = process(generate, prompts)
     for prompt, (tokens, found) in zip(prompts, stock, strict=True):
-        expected = moe.logprobs(path, prompt, tokens)
+        expected = moe_reference.logprobs(path, prompt, tokens)
         assert not torch.equal(torch.tensor(found), expected)
         assert torch.allclose(torch.tensor(found), expected, atol=1e-3)  # the same model
 

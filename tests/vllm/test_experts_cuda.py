@@ -1,6 +1,7 @@
-"""MoE models on a GPU, in vLLM's default mode (compiled, with CUDA graphs) and in eager mode.
+"""MoE models in real vLLM on one or two GPUs, compiled with CUDA graphs (vLLM's default) and eager.
 
-The engines start concurrently, each in its own process: ``python -m pytest tests/vllm/test_experts_cuda.py``.
+Part of `make gpu-test`. Every engine must match tests/moe_reference.py. The engines start concurrently, each in its own
+process (concurrent_engines.py).
 """
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 from alignkit.check.machine import most_ranks
 from alignkit.contract import contract_id
-from tests.vllm.test_cuda import compilations, side_by_side
+from tests.vllm.concurrent_engines import concurrent_engines
+from tests.vllm.test_cuda import compilations
 from tests.vllm.test_experts import assert_matches_ops, assert_same, evaluate, generate, one_at_a_time, reload, statuses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -52,7 +54,7 @@ def engines(vllm_process, checkpoint, tmp_path_factory):
     """Yield processes with patched engines, by the keys (model, name) of `ENGINES`."""
     models = {arch: checkpoint(arch, vocab=VOCAB) for arch, _ in ENGINES}
     all_engines = {key: (environment, models[key[0]], options) for key, (environment, options) in ENGINES.items()}
-    with side_by_side(vllm_process, all_engines, tmp_path_factory.mktemp("cache"), at_once=6) as engines:
+    with concurrent_engines(vllm_process, all_engines, tmp_path_factory.mktemp("cache"), at_once=6) as engines:
         yield engines
 
 

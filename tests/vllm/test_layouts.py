@@ -1,4 +1,7 @@
-"""Process layouts of RL frameworks: an external launcher, worker extensions and derived worker classes."""
+"""Process layouts of RL frameworks, with real vLLM: an external launcher, worker extensions and derived worker classes.
+
+extension.py and derived.py hold the classes. Helpers are in test_processes.py.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Detection of replaced parts, before an engine is built and while it runs."""
+"""Detection of replaced methods, modules, hooks and values, before a real vLLM engine is built and while it runs.
+
+The next step must stop the engine with an error that names the part. alignkit/vllm/live.py holds the texts.
+"""
 
 import re
 
@@ -277,7 +280,7 @@ PARTS = {
     global_hook: "forward hook of all modules",
     linear_method: "model.layers.1.self_attn.qkv_proj: must be computed by AlignedLinearMethod, got Mine",
     attention: "forward of its attention was replaced",
-    attention_registered: "another module is registered",
+    attention_registered: "another module is registered in static_forward_context",
 }
 
 
@@ -378,14 +381,8 @@ def attention_class_names(state):
 
 
 def test_model_classes_are_replaced_only_while_a_model_is_built(spare):
-    refused = "Qwen3Attention: already replaced by another vLLM plugin. Disable that plugin"
-    assert spare(attention_class_names) == [
-        "AlignedQwen3Attention",
-        "Qwen3Attention",
-        "Qwen3Attention",
-        refused,
-        "Mine",
-    ]
+    reason = "Qwen3Attention: already replaced by another vLLM plugin. Disable that plugin"
+    assert spare(attention_class_names) == ["AlignedQwen3Attention", "Qwen3Attention", "Qwen3Attention", reason, "Mine"]
 
 
 def fused_and_separate_logprobs(state):

@@ -1,4 +1,4 @@
-"""The patch itself: it is atomic, and undo restores everything it set."""
+"""`patch_vllm` on real vLLM: a patch that fails midway changes nothing, and undo restores everything the patch set."""
 
 import os
 

@@ -1,4 +1,7 @@
-"""Engines with separate worker processes, and the plugin entry point that vLLM loads there."""
+"""Real vLLM engines on a CPU with separate worker processes, and the plugin entry point that vLLM loads there.
+
+Every worker must be aligned, and no engine may start after the plugin failed. test_layouts.py imports the helpers.
+"""
 
 import os
 from importlib.metadata import entry_points

@@ -1,4 +1,7 @@
-"""Data parallelism in vLLM: replicas with and without shared experts match one rank."""
+"""Data parallelism in real vLLM on a CPU: replicas with and without shared experts give the bits of one engine.
+
+Helpers are in test_experts.py. Most layouts are slow (`make test-slow`).
+"""
 
 import gc
 import operator

@@ -1,7 +1,7 @@
-"""Data parallelism in vLLM on GPUs, eager and with CUDA graphs. Ranks may share GPUs (docs/gpu.md).
+"""Data parallelism in real vLLM on two or more GPUs, eager and with CUDA graphs; ranks may share GPUs (docs/gpu.md).
 
-Only the engines of the selected tests start, several at once. A test runs as soon as its engine has started:
-``python -m pytest -v tests/vllm/test_replicas_cuda.py -k dp2``.
+Part of `make gpu-test`. Only the engines of the selected tests start, several at once (concurrent_engines.py):
+``python -m pytest -v tests/vllm/test_replicas_cuda.py -k dp2``. A test runs as soon as its engine has started.
 """
 
 import os
@@ -11,7 +11,7 @@ import torch
 
 from alignkit.check.machine import most_ranks
 from alignkit.vllm import versions
-from tests.vllm.test_cuda import side_by_side
+from tests.vllm.concurrent_engines import concurrent_engines
 from tests.vllm.test_experts_cuda import EAGER, LENGTHS, V1, VOCAB, assert_every_path_matches_ops
 
 DP2 = {"data_parallel_size": 2}
@@ -64,7 +64,7 @@ def engines(request, vllm_process, checkpoint, tmp_path_factory):
         if key in chosen and ranks(key) <= most_ranks()
     }
     at_once = max(2, (os.cpu_count() or 1) // 2)  # a start uses one core per rank (2 or 4)
-    with side_by_side(vllm_process, all_engines, tmp_path_factory.mktemp("cache"), at_once) as engines:
+    with concurrent_engines(vllm_process, all_engines, tmp_path_factory.mktemp("cache"), at_once) as engines:
         yield engines
 
 

@@ -1,6 +1,7 @@
 """GPU versions of vLLM, aligned on this CPU: their Python code gives the bits of the installed version.
 
-Features that need a GPU are not tested here: compiled models, CUDA graphs, and the V2 runner beyond its logprobs.
+All tests are slow (`make test-slow`), and read ALIGNKIT_WHEELS; other_version.py runs the engines. Features that need a
+GPU are not tested here: compiled models, CUDA graphs, and the V2 runner beyond its logprobs.
 """
 
 import json

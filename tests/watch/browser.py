@@ -1,4 +1,4 @@
-"""Headless Chromium, and an `alignkit watch` server for it."""
+"""Headless Chromium, and an `alignkit watch` server for it; helpers of the tests and screenshots."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ def watch(directory: Path, *options: str, folder: str | None = None):
         while b"\n" not in output:
             ready, _, _ = select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))
             chunk = os.read(process.stdout.fileno(), 4096) if ready else b""
-            assert chunk, f"it did not listen: {output.decode()}"
+            assert chunk, f"`alignkit watch` printed no address: {output.decode()}"
             output += chunk
         yield process, re.search(r"http://\S+/", output.decode())[0]
     finally:

@@ -1,4 +1,4 @@
-"""Directories of records for the tests of `alignkit watch`, written by the monitor itself."""
+"""Directories of monitor records for the tests of `alignkit watch`, written by the real monitor."""
 
 import json
 

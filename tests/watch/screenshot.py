@@ -1,7 +1,7 @@
-"""The screenshot of the docs: `python -m tests.watch.screenshot [FILE]`. Needs chromium.
+"""The screenshot docs/watch.png of docs/monitor.md: `python -m tests.watch.screenshot [FILE]`, or `make screenshots`.
 
-It shows two ranks of a toy loop. On rank 1, one token's logprob is off by one ulp from some step on; then more tokens
-drift.
+It needs Chromium. It shows two ranks of a toy loop: on rank 1, one token's logprob is off by one ulp from some step on,
+and later more tokens drift.
 """
 
 import sys

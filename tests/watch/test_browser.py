@@ -1,4 +1,7 @@
-"""The `alignkit watch` page in a real browser."""
+"""The `alignkit watch` page in headless Chromium; skipped without `chromium` on PATH.
+
+It tests what needs a browser: the live updates, the drawn plot, and that no text from a file runs as a script.
+"""
 
 import re
 

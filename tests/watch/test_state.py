@@ -1,4 +1,7 @@
-"""State gathered from a monitor's files: correctness, bounds, and isolation from other files."""
+"""The state that `alignkit watch` reads from a monitor's files: merged ranks, bounded memory, other files ignored.
+
+`runs.py` writes the records. tests/drift/test_monitor.py tests the writer.
+"""
 
 import json
 import os

@@ -1,6 +1,7 @@
 """Comparison of two recordings of the same tokens and weights: the first differing point and the later growth.
 
-Fields of `Values` and `PointDifference` are keys of bisect.json (docs/bisect.md).
+`recording` writes and reads the recordings, and `report` shows the result. Fields of `Values` and `PointDifference` are
+keys of bisect.json: a renamed field must change in docs/bisect.md too.
 """
 
 from __future__ import annotations
@@ -101,19 +102,25 @@ class Comparison:
 def check_comparable(a: Recording, b: Recording) -> None:
     """Raise InputError if the recordings differ in model, weights, sequences or contract."""
     if a.architecture != b.architecture:
-        names = sorted(
-            k for k in a.architecture.keys() | b.architecture.keys() if a.architecture.get(k) != b.architecture.get(k)
-        )
-        raise InputError(f"architecture: both recordings must be of the same model, but differ in {', '.join(names)}")
+        fields = [
+            (k, a.architecture.get(k), b.architecture.get(k)) for k in sorted({**a.architecture, **b.architecture})
+        ]
+        differing = [f"{k} = {x!r:.40} and {y!r:.40}" for k, x, y in fields if x != y]
+        raise InputError(f"architecture: must be equal on both sides, got {'; '.join(differing)}")
     if a.weights != b.weights:
         raise InputError(
-            f"weights: both recordings must have the same weights, got digests {a.weights:.16} and {b.weights:.16}"
+            f"weights: must be equal on both sides, got weights with the digests {a.weights:.16} and {b.weights:.16}"
         )
-    if a.sequences != b.sequences:
-        raise InputError("tokens: both recordings must have the same sequences")
+    if len(a.sequences) != len(b.sequences):
+        raise InputError(
+            f"tokens: both sides must have the same sequences, got {len(a.sequences)} and {len(b.sequences)} sequences"
+        )
+    for i, (x, y) in enumerate(zip(a.sequences, b.sequences, strict=True)):
+        if x != y:
+            raise InputError(f"tokens: both sides must have the same sequences, but sequence {i} differs")
     if STOCK not in (a.contract, b.contract) and a.contract != b.contract:
         raise InputError(
-            f"contract: two aligned sides must have the same contract, got {a.contract!r} and {b.contract!r}"
+            f"contract: two aligned sides must have the same contract id, got {a.contract!r} and {b.contract!r}"
         )
 
 
@@ -148,7 +155,7 @@ def compare(a: Recording, b: Recording) -> Comparison:
         )
         rows_of.append(np.flatnonzero(differs))
     if not any(p.compared for p in differences):
-        raise InputError("recordings: must share at least one token of one point, got none")
+        raise InputError("recordings: both sides must have recorded at least one token at a common point, got none")
     first = next((i for i, p in enumerate(differences) if p.differing), None)
     rows = [] if first is None else rows_of[first].tolist()
     comparison = Comparison(differences, missing, first, rows, [a.token(r) for r in rows], [])

@@ -1,4 +1,7 @@
-"""Recorder of a Hugging Face model in one process: ``python -m alignkit.drift.bisect.hf_side JOB.json`` (see `job`)."""
+"""Recorder of a Hugging Face model in one process: ``python -m alignkit.drift.bisect.hf_side JOB.json``.
+
+`job` documents the job file, and `points` names what the hooks record. The hooks only read; `swap` replaces an op.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from alignkit.convert import read_architecture
 from alignkit.errors import UnsupportedError
 
 from . import job as jobs
+from .points import OPS
 
 
 def main(arguments: list[str]) -> None:
@@ -131,7 +135,7 @@ def swap(model, op: str, arch) -> None:
         AttentionInterface.register("alignkit", _attention)
         model.config._attn_implementation = "alignkit"
     else:
-        raise UnsupportedError(f"swap: {op} is not supported for Hugging Face models")
+        raise UnsupportedError(f"swap: expected one of {', '.join(OPS)} for Hugging Face models, got {op!r}")
 
 
 def _rope(arch, device):

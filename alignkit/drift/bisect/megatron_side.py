@@ -1,4 +1,8 @@
-"""Recorder of a Megatron-core model: ``python -m alignkit.drift.bisect.megatron_side JOB.json`` (see `job`)."""
+"""Recorder of a Megatron-core model: ``python -m alignkit.drift.bisect.megatron_side JOB.json``.
+
+`job` documents the job file, and `points` names what the hooks record. The hooks only read; `swap` replaces an op.
+`check.train` starts the ranks and builds the model.
+"""
 
 from __future__ import annotations
 
@@ -229,7 +233,7 @@ def swap(model, op: str) -> None:
         )
         attention.apply_rotary_pos_emb = modules.apply_rotary_pos_emb
     if not replaced:
-        raise UnsupportedError(f"swap: this Megatron-core model has no module that computes {op}")
+        raise UnsupportedError(f"swap: must be an op that a module of this Megatron-core model computes, got {op!r}")
 
 
 _CLASSES = {

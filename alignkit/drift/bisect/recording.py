@@ -1,12 +1,12 @@
 """Recordings of a model's points, token by token: digests of all rows and values of selected rows.
 
-A row is a (sequence, position), independent of the engine's batching; rows are numbered over the concatenated
-sequences. A row is digested as fp32, which represents bf16 and fp16 exactly, so sides of different dtypes compare by
-value. Digests are computed on the tensor's device; only digests and selected rows are copied to the CPU. A recording
-is a directory with ``recording.json`` and ``recording.safetensors``.
+A row is a (sequence, position), independent of the engine's batching. Rows are numbered over the concatenated
+sequences. A digest is computed from the row's values as fp32, which represents bf16 and fp16 exactly; sides of
+different dtypes therefore compare by value. Digests are computed on the tensor's device. Only digests and selected rows
+are copied to the CPU. A recording is a directory with ``recording.json`` and ``recording.safetensors``.
 
 Recordings outlive a release. A change of `digests`, `weights_digest` or the file layout needs another `FORMAT_VERSION`;
-`load` rejects other versions.
+`load` rejects other versions. `comparison` compares recordings, and the ``*_side`` modules record.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Recorder:
         parts = self._tp if point.sharded else 1
         width, pieces = point.width // parts, point.pieces // parts
         if value.numel() != len(index) * width:
-            raise InputError(f"{name}: expected {len(index)} rows of {width} values, got shape {tuple(value.shape)}")
+            raise InputError(
+                f"point {name}: expected {len(index)} rows of {width} values, got shape {list(value.shape)}"
+            )
         wanted = index >= 0
         if self._only is not None:
             wanted &= self._slots(name)[index] >= 0  # padding (-1) indexes the last entry; `wanted` already excludes it
@@ -240,7 +242,11 @@ def merge(parts: list[Path], extra: Path | None, arch: Architecture, **about) ->
         digest = [f.get_tensor(f"digest/{point.name}").numpy() for f in holders]
         seen = [f.get_tensor(f"seen/{point.name}").numpy() for f in holders]
         if point.sharded and len(holders) != len(ranks):
-            raise InputError(f"{point.name}: expected a recording from all {len(ranks)} ranks, got {len(holders)}")
+            held = [i for i, keys in enumerate(names) if f"digest/{point.name}" in keys]
+            raise InputError(
+                f"point {point.name}: must be recorded by each of the {len(ranks)} tensor-parallel ranks, got parts of "
+                + ", ".join(f"rank {i}" if i < len(ranks) else "the driver" for i in held)
+            )
         merged.digests[point.name] = np.concatenate(digest, 1) if point.sharded else digest[0]
         merged.seen[point.name] = np.minimum.reduce(seen)
         if not point.sharded and len(holders) > 1:
@@ -281,7 +287,9 @@ def load(path: str | os.PathLike) -> Recording:
             target[name] = value if kind == "value" else value.numpy()
     for name, kept in recording.kept.items():
         if len(kept) and not 0 <= kept.min() <= kept.max() < rows:
-            raise InputError(f"{file}: kept/{name}: rows must be in [0, {rows}), got {kept.min()} to {kept.max()}")
+            raise InputError(
+                f"{file}: tensor 'kept/{name}': rows must be in [0, {rows}), got {kept.min()} to {kept.max()}"
+            )
     return recording
 
 
@@ -295,70 +303,97 @@ _ABOUT = {
     "dtypes": dict,
 }
 """Fields of ``recording.json`` in addition to the format, with their types; all are arguments of `Recording`."""
+_JSON_NAMES = {str: "string", dict: "object", list: "array"}
+_TENSORS = {"digest": ("I64",), "seen": ("U8",), "ranks_differ": ("U8",), "kept": ("I64",), "value": tuple(DTYPES)}
+"""Kinds of tensors in ``recording.safetensors``, named ``KIND/POINT``, with their dtypes."""
 
 
 def _load_json(path: Path) -> dict:
     if not path.is_file():
         raise InputError(f"{path}: no such file. A recording is a directory with {JSON} and {TENSORS}.")
     if path.stat().st_size > MAX_JSON:
-        raise InputError(f"{path}: must have at most {MAX_JSON} bytes, got {path.stat().st_size}")
+        raise InputError(f"{path}: file size: must be at most {MAX_JSON} bytes, got {path.stat().st_size} bytes")
     try:
         about = json.loads(path.read_text())
     except (ValueError, RecursionError) as e:
-        raise InputError(f"{path}: truncated or not JSON ({e!s:.100})") from None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise InputError(f"{path}: not a recording: format={FORMAT!r} is missing")
+        raise InputError(f"{path}: must be JSON, got invalid JSON ({e!s:.100})") from None
+    if not isinstance(about, dict):
+        raise InputError(f"{path}: must be a JSON object, got a {type(about).__name__}")
+    if about.get("format") != FORMAT:
+        raise InputError(f"{path}: format: must be {FORMAT!r}, that of a recording, got {about.get('format')!r:.50}")
     if about.get("format_version") != FORMAT_VERSION:
         raise InputError(
             f"{path}: format_version: must be {FORMAT_VERSION!r} for this version of alignkit, "
-            f"got {about.get('format_version')!r:.50}"
+            f"got {about.get('format_version')!r:.50}. Record again with this version."
         )
     for name, kind in _ABOUT.items():
-        if not isinstance(about.get(name), kind):
-            raise InputError(f"{path}: {name}: expected a {kind.__name__}, got {about.get(name)!r:.50}")
+        if name not in about:
+            raise InputError(f"{path}: field {name!r} is missing")
+        if not isinstance(about[name], kind):
+            raise InputError(f"{path}: {name}: must be a JSON {_JSON_NAMES[kind]}, got {about[name]!r:.50}")
     if not 0 < len(about["contract"]) <= MAX_CONTRACT:
         raise InputError(f"{path}: contract: must have 1 to {MAX_CONTRACT} characters, got {len(about['contract'])}")
     sequences = about["sequences"]
-    if not 0 < len(sequences) <= MAX_SEQUENCES or not all(isinstance(s, list) and s for s in sequences):
-        raise InputError(f"{path}: sequences: expected 1 to {MAX_SEQUENCES} non-empty lists of token ids")
+    if not 0 < len(sequences) <= MAX_SEQUENCES:
+        raise InputError(f"{path}: sequences: must have 1 to {MAX_SEQUENCES} sequences, got {len(sequences)}")
+    for i, sequence in enumerate(sequences):
+        if not isinstance(sequence, list):
+            raise InputError(f"{path}: sequences[{i}]: must be a list of token ids, got a {type(sequence).__name__}")
+        if not sequence:
+            raise InputError(f"{path}: sequences[{i}]: must have at least one token id, got none")
     if sum(map(len, sequences)) > MAX_TOKENS:
         raise InputError(
-            f"{path}: sequences: at most {MAX_TOKENS} tokens are supported, got {sum(map(len, sequences))}"
+            f"{path}: sequences: must have at most {MAX_TOKENS} tokens in total, got {sum(map(len, sequences))}"
         )
-    if any(type(t) is not int or t < 0 for s in sequences for t in s):
-        raise InputError(f"{path}: sequences: every token id must be a non-negative int")
+    for i, sequence in enumerate(sequences):
+        for j, t in enumerate(sequence):
+            if type(t) is not int:
+                raise InputError(f"{path}: sequences[{i}][{j}]: a token id must be an int, got a {type(t).__name__}")
+            if t < 0:
+                raise InputError(f"{path}: sequences[{i}][{j}]: a token id must be at least 0, got {t}")
     return about
 
 
 def _architecture(path: Path, fields: dict) -> Architecture:
     try:
         arch = Architecture(**fields)
-    except TypeError as e:
-        raise InputError(f"{path}: architecture: {e}") from None
-    sizes = (arch.layers, arch.hidden, arch.heads, arch.kv_heads, arch.head_dim, arch.intermediate, arch.vocab)
-    if any(type(size) is not int or not 0 < size < 2**31 for size in sizes) or arch.layers > MAX_LAYERS:
+    except TypeError as e:  # "Architecture.__init__() got an unexpected keyword argument ..."
+        reason = str(e).partition("() ")[2]
         raise InputError(
-            f"{path}: architecture: sizes must be in [1, 2^31) with at most {MAX_LAYERS} layers, got {sizes}"
-        )
+            f"{path}: architecture: fields must be those of this alignkit version: {reason:.200}"
+        ) from None
+    for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
+        size = getattr(arch, name)
+        if type(size) is not int or not 0 < size < 2**31:
+            raise InputError(f"{path}: architecture: {name}: must be an int in [1, 2^31), got {size!r:.50}")
+    if arch.layers > MAX_LAYERS:
+        raise InputError(f"{path}: architecture: layers: must be at most {MAX_LAYERS}, got {arch.layers}")
     return arch
 
 
 def _shape(file: Path, f: safe_open, key: str, known: dict[str, Point], rows: int) -> list[int]:
+    """Return the shape of tensor ``KIND/POINT``; raise InputError for an unexpected name, dtype or shape."""
     kind, _, name = key.partition("/")
     header = f.get_slice(key)
     dtype, shape = header.get_dtype(), header.get_shape()
+    subject = f"{file}: tensor {key!r:.80}"
+    if kind not in _TENSORS:
+        raise InputError(f"{subject}: name must be KIND/POINT, where KIND is one of {', '.join(_TENSORS)}")
     point = known.get(name)
-    fits = point is not None and {
-        "digest": dtype == "I64" and shape == [rows, point.pieces],
-        "seen": dtype == "U8" and shape == [rows],
-        "ranks_differ": dtype == "U8" and shape == [rows],
-        "kept": dtype == "I64" and len(shape) == 1 and shape[0] <= rows,
-        "value": dtype in DTYPES and len(shape) == 2 and shape[0] <= rows and shape[1] == point.width,
-    }.get(kind, False)
-    if not fits:
+    if point is None:
+        raise InputError(f"{subject}: POINT must be a point of the architecture in {JSON}, got {name!r:.80}")
+    if dtype not in _TENSORS[kind]:
+        raise InputError(f"{subject}: must have dtype {' or '.join(_TENSORS[kind])}, got {dtype}")
+    columns = {"digest": [point.pieces], "value": [point.width]}.get(kind, [])
+    partial = kind in ("kept", "value")  # some of the rows
+    if (
+        len(shape) != 1 + len(columns)
+        or shape[1:] != columns
+        or not (shape[0] <= rows if partial else shape[0] == rows)
+    ):
+        wanted = ", ".join(map(str, ["N" if partial else rows, *columns]))
         raise InputError(
-            f"{file}: {key!r:.80}: unexpected {dtype} of shape {shape} in a recording of {rows} tokens of "
-            "this architecture"
+            f"{subject}: must have shape [{wanted}]{f' with N <= {rows} tokens' if partial else ''}, got {shape}"
         )
     return shape
 
@@ -368,9 +403,12 @@ def _check_complete(file: Path, shapes: dict[str, list[int]]) -> None:
         kind, _, name = key.partition("/")
         other = {"digest": "seen", "seen": "digest", "ranks_differ": "digest", "kept": "value", "value": "kept"}[kind]
         if f"{other}/{name}" not in shapes:
-            raise InputError(f"{file}: {key!r} requires {other + '/' + name!r}, which is missing")
+            raise InputError(f"{file}: tensor {key!r} requires tensor {other + '/' + name!r}, which is missing")
         if kind == "kept" and shape[0] != shapes[f"value/{name}"][0]:
-            raise InputError(f"{file}: {key!r} and its values must have the same length")
+            values = shapes[f"value/{name}"][0]
+            raise InputError(
+                f"{file}: tensor {key!r}: must have the length of {'value/' + name!r}, {values}, got {shape[0]}"
+            )
 
 
 def weights_digest(model: Path) -> str:

@@ -27,7 +27,10 @@ def headline(result: Result) -> str:
     """Return one sentence: the first differing point, its tokens and the size of the difference."""
     c = result.comparison
     if c.suspect is None:
-        return f"No difference: {c.compared} rows compared, {len(c.points)} points, {result.a.rows} tokens."
+        return (
+            f"No difference: {c.compared} pairs of point and token compared ({len(c.points)} points, {result.a.rows} "
+            "tokens)."
+        )
     s = c.suspect
     op = f" (op {s.op})" if s.op else ""
     text = (
@@ -51,7 +54,9 @@ def swapped_line(result: Result) -> str | None:
     text = f"With alignkit's {result.swap} on the stock side{'s' if _stock_sides(result) > 1 else ''}, "
     suspect = result.comparison.suspect
     if suspect is None:
-        return text + ("no point differs." if result.swapped.suspect is None else "points differ that did not before.")
+        return text + (
+            "no point differs." if result.swapped.suspect is None else "points differ that did not differ before."
+        )
     now = next(p for p in result.swapped.points if p.point == suspect.point)
     if not result.confirmed:
         return text + (

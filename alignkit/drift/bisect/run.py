@@ -1,6 +1,7 @@
 """Driver of a bisection: runs both sides in separate engine processes and compares their recordings.
 
-docs/bisect.md documents bisect.json and the syntax of a side.
+`check.run` starts the processes, the ``*_side`` modules record, and `comparison` compares. docs/bisect.md documents
+bisect.json and the syntax of a side: a new setting or field must change there too.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ def module_of(engine: str) -> str:
 
 
 LENGTHS = (5, 17, 64, 100)
+"""Lengths of the random sequences, in tokens."""
 VOCAB = 2000
 """Vocabulary size of the generated model."""
 BUDGET = 2**28
+"""Default of `Options.budget`, in bytes."""
 FILES = ("bisect.json", "report.html")
 FOLDERS = ("recordings", "values", "swapped", "logs", "jobs")
 
@@ -84,7 +87,7 @@ def parse_side(text: str) -> Side:
         if (Path(text) / recording.JSON).is_file():
             return Side(text, directory=Path(text))
         raise InputError(
-            f"side: expected one of {', '.join(ENGINES)} or a directory with a {recording.JSON}, got {text!r}"
+            f"side: expected one of {', '.join(ENGINES)} or a directory with a {recording.JSON}, got {text!r:.200}"
         )
     engine, patched = ENGINES[name]
     side = Side(text, engine, patched)
@@ -98,17 +101,19 @@ def parse_side(text: str) -> Side:
     for setting in filter(None, settings.split(",")):
         key, separator, value = setting.partition("=")
         if key not in known:
-            raise InputError(f"side: {text}: {name} has no setting {key!r}, its settings are {', '.join(known)}")
+            raise InputError(
+                f"side: {text}: {name} has no setting {key!r:.80}. Its settings: {', '.join(known.values())}."
+            )
         if not separator:
             raise InputError(f"side: {text}: {key}: expected {known[key]}, got {setting!r}")
         if key == "mode":
             modes = [mode for mode in MODES if mode != "packed" or name == "aligned-megatron"]
             if value not in modes:
-                raise InputError(f"side: {text}: mode: must be {' or '.join(modes)} for {name}, got {value!r}")
+                raise InputError(f"side: {text}: mode: must be {' or '.join(modes)} for {name}, got {value!r:.80}")
             side.mode = value
         elif key == "batch_invariant":
             if value != "1":
-                raise InputError(f"side: {text}: batch_invariant: must be 1, got {value!r}")
+                raise InputError(f"side: {text}: batch_invariant: must be 1 or omitted, got {value!r:.80}")
             side.batch_invariant = True
         else:
             if not value.isdecimal() or not 0 < int(value) < 2**20:
@@ -130,8 +135,8 @@ class Options:
         dtype: "bfloat16" or "float32".
         tokens: Logprob file or replay file whose sequences (prompt and sampled tokens) are run. None generates random
             sequences.
-        decode: Tokens that the first vLLM side samples after each sequence, so that these steps are decodes; in
-            [0, 4096].
+        decode: Number of tokens that the first vLLM side samples after each sequence, in [0, 4096]. vLLM computes
+            these tokens in decode steps.
         swap: Op from `points.OPS` that alignkit computes on every stock side, in an additional run.
         budget: Maximum size of the recorded values per side, in bytes.
         seed: Seed of weights, tokens and sampling, in [0, 2^32).
@@ -265,7 +270,7 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
         seconds |= more
         for i, side in enumerate((a, b)):
             if i not in recordings:
-                _take_values(side, recording.load(jobs.directory("values", i)))
+                _take_values(sides[i].name, side, recording.load(jobs.directory("values", i)))
         add_values(comparison, a, b)
     swapped = None
     if options.swap:
@@ -284,11 +289,11 @@ def _check(options: Options, sides: list[Side]) -> None:
         if side.engine:
             name, module = _MODULES[side.engine]
             if not installed(module):
-                raise UnsupportedError(f"{side.name} requires {name}, which is not installed")
+                raise UnsupportedError(f"{side.name} requires {name}, which is not installed. {checks.INSTALL[module]}")
             if problem := no_room(side.tp):
-                raise InputError(f"tp: {problem}")
+                raise InputError(f"side: {side.name}: tp: {problem}")
             if side.batch_invariant and not gpus():
-                raise UnsupportedError("batch_invariant: requires a GPU, got none")
+                raise UnsupportedError(f"side: {side.name}: batch_invariant: requires a GPU, got none")
         elif options.out.exists() and options.out.resolve() in side.directory.resolve().parents:
             raise InputError(f"out: must not contain the input recording {side.directory}, got {options.out}")
     if options.dtype not in plan.DTYPES:
@@ -297,33 +302,40 @@ def _check(options: Options, sides: list[Side]) -> None:
         if options.swap not in OPS:
             raise InputError(f"swap: expected one of {', '.join(OPS)}, got {options.swap!r}")
         if not any(side.stock for side in sides):
-            raise InputError("swap: at least one side must be a stock engine")
+            raise InputError(
+                "swap: at least one side must be a stock engine (stock-vllm, stock-megatron or hf), got "
+                f"{options.a} and {options.b}"
+            )
     if not 0 <= options.decode <= 4096:
         raise InputError(f"decode: must be in [0, 4096], got {options.decode}")
     if options.decode:
         decoding = next((side for side in sides if side.engine == "vllm"), None)
         if decoding is None:
-            raise InputError("decode: at least one side must be a vLLM engine")
+            raise InputError(
+                "decode: must be 0 if no side is a vLLM engine, because only vLLM samples tokens, got "
+                f"{options.decode} for {options.a} and {options.b}"
+            )
         if any(side.directory for side in sides):
             raise InputError(
-                "decode: must be 0 if a side is a recording, because vLLM cannot be made to sample the recorded tokens"
+                "decode: must be 0 if a side is a recording, because vLLM would sample other tokens than the recorded "
+                f"ones, got {options.decode}"
             )
         if options.swap and decoding.stock:
             raise UnsupportedError(
-                f"swap: requires decode = 0, got {options.decode}: "
-                f"after the swap, {decoding.name} could sample other tokens"
+                f"decode: must be 0 with swap if {decoding.name} samples the tokens, because the swapped engine could "
+                f"sample other tokens, got {options.decode}"
             )
     require_environment()
     if options.budget < 2**16:
-        raise InputError(f"budget: must be at least {2**16 / 2**20} MiB, got {options.budget / 2**20:g} MiB")
+        raise InputError(f"budget: must be at least {2**16} bytes (1/16 MiB), got {options.budget} bytes")
     if not 0 <= options.seed < 2**32:
         raise InputError(f"seed: must be in [0, 2^32), got {options.seed}")
     if not options.timeout > 0:
         raise InputError(f"timeout: must be positive, got {options.timeout}")
     if options.model is None and any(side.directory for side in sides) and any(side.engine for side in sides):
         raise InputError(
-            "model: the recording's checkpoint is required to run the other side. alignkit bisect writes a generated "
-            "checkpoint to the folder model, beside the folder recordings."
+            "model: must be the checkpoint of the recording if the other side is an engine, got none. A run of "
+            "alignkit bisect without --model writes its checkpoint to OUT/model, beside OUT/recordings."
         )
     checks.check_out(options.out, "bisect")
 
@@ -351,7 +363,7 @@ def _check_sides(options: Options, sides: list[Side], arch: Architecture) -> Non
         )
     if arch.dense_layers:
         raise UnsupportedError(
-            f"model: an MoE model must have experts in all layers for bisect, got dense layers "
+            "model: an MoE model must have experts in all layers for bisect, got dense layers "
             f"{', '.join(map(str, sorted(arch.dense_layers)))} ({arch.family})"
         )
     if arch.experts and options.swap is not None:
@@ -361,41 +373,46 @@ def _check_sides(options: Options, sides: list[Side], arch: Architecture) -> Non
 def _sequences(
     options: Options, sides: list[Side], recordings: dict[int, Recording], arch: Architecture | None
 ) -> list[list[int]]:
+    source = "tokens"
     if options.tokens is not None:
+        source = f"tokens: {options.tokens}"
         sequences, replay = tokens.read(options.tokens)
         if replay is not None:
             tokens.check_contract(options.tokens, replay, any(side.engine and not side.stock for side in sides))
         for i, one in recordings.items():
             if one.sequences != sequences:
                 raise InputError(
-                    f"tokens: the sequences in {options.tokens} must equal those of the recording "
-                    f"{sides[i].directory}; omit --tokens to use the recording's"
+                    f"{source}: the sequences must equal the sequences of the recording {sides[i].directory}. "
+                    "Omit --tokens to run the recorded sequences."
                 )
     elif recordings:
         sequences = next(iter(recordings.values())).sequences
     else:
         sequences = plan.draw_prompts(arch.vocab if arch else VOCAB, options.seed, LENGTHS)
     if not sequences:
-        raise InputError("tokens: at least one sequence is required, got none")
+        raise InputError(f"{source}: must have at least one sequence, got none")
     if not all(sequences):
-        raise InputError(f"tokens: sequences must not be empty, but sequence {sequences.index([])} is")
+        raise InputError(f"{source}: sequence {sequences.index([])}: must have at least one token id, got none")
     first: dict[tuple[int, ...], int] = {}
     for i, sequence in enumerate(sequences):
         if (equal := first.setdefault(tuple(sequence), i)) != i:
             raise InputError(
-                f"tokens: sequences must be distinct, but sequences {equal} and {i} are equal; remove one of them"
+                f"{source}: sequences must be distinct, but sequences {equal} and {i} are equal. Remove one of them."
             )
     if len(recordings) < 2:
         vocab, positions = (arch.vocab, arch.max_position) if arch else (VOCAB, MAX_POSITION)
-        if max(map(max, sequences)) >= vocab:
+        largest = max(map(max, sequences))
+        if largest >= vocab:
+            i = next(i for i, sequence in enumerate(sequences) if largest in sequence)
             raise InputError(
-                f"tokens: ids must be below the model's vocabulary size {vocab}, got {max(map(max, sequences))}"
+                f"{source}: sequence {i}: token ids must be below the model's vocabulary size {vocab}, got {largest}"
             )
         longest, most = max(map(len, sequences)), positions - options.decode - 1
         if longest > most:
+            i = next(i for i, sequence in enumerate(sequences) if len(sequence) == longest)
             raise InputError(
-                f"tokens: a sequence must have at most {most} tokens to fit the model's {positions} positions, got "
-                f"{longest}"
+                f"{source}: sequence {i}: must have at most {most} tokens (the model's {positions} positions minus "
+                f"decode = {options.decode} minus 1), got {longest}"
             )
     return sequences
 
@@ -405,18 +422,20 @@ def _check_given(side: Side, one: Recording, arch: Architecture, weights: str) -
     try:
         check_comparable(one, expected)
     except InputError as e:
-        raise InputError(f"{side.directory}: the recording is not of the other side's model: {e}") from None
+        raise InputError(f"{side.directory}: the recording must have the model of the other side: {e}") from None
 
 
-def _take_values(side: Recording, again: Recording) -> None:
+def _take_values(name: str, side: Recording, again: Recording) -> None:
     """Copy the values of the second run into `side`; raise WorkerError unless it reproduced the first run's bits."""
     if side.sequences != again.sequences:
-        raise WorkerError(f"{side.engine}: not deterministic: a second run sampled other tokens")
-    for name, rows in again.kept.items():
-        if (side.digests[name][rows] != again.digests[name][rows]).any():
-            raise WorkerError(f"{side.engine}: not deterministic: a second run computed other bits at {name}")
-        if name not in side.values:
-            side.values[name], side.kept[name] = again.values[name], rows
+        raise WorkerError(f"{name}: the engine must be deterministic, but its second run sampled other tokens")
+    for point, rows in again.kept.items():
+        if (side.digests[point][rows] != again.digests[point][rows]).any():
+            raise WorkerError(
+                f"{name}: the engine must be deterministic, but its second run computed other bits at {point}"
+            )
+        if point not in side.values:
+            side.values[point], side.kept[point] = again.values[point], rows
 
 
 class _Jobs:

@@ -1,4 +1,7 @@
-"""Input sequences of a bisection, read from a logprob file or from a `Monitor`'s replay file."""
+"""Input sequences of a bisection, read from a logprob file or from a `Monitor`'s replay file.
+
+The formats are defined in `drift.files` and `drift.monitor.replay`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ def check_contract(path: Path, loaded: Replay, aligned: bool) -> None:
     theirs = loaded.info.get("contract")
     if aligned and theirs not in (ours, [ours, ours]):
         raise InputError(
-            f"{path}: contract: must be {ours!r}, that of aligned engines on this machine, got {theirs!r:.200}"
+            f"{path}: contract: must be the contract id of aligned engines on this machine, {ours!r}, "
+            f"got {theirs!r:.200}"
         )
 
 
@@ -42,16 +46,20 @@ def _replay_sequences(path: Path, loaded: Replay) -> list[list[int]]:
     input_ids = loaded.context.get("input_ids")
     if input_ids is None:
         raise InputError(
-            f"{path}: the replay has no prompts. "
-            "Pass context={'input_ids': ..., 'attention_mask': ...} to Monitor.log."
+            f"{path}: the replay has no prompts: tensor 'context.input_ids' is missing. "
+            "Pass context={'input_ids': ..., 'attention_mask': ...} to Monitor.log in the training loop."
         )
     mask = loaded.context.get("attention_mask", torch.ones_like(input_ids))
     rows = len(loaded.mask)
     for name, x in (("input_ids", input_ids), ("attention_mask", mask)):
-        if x.ndim != 2 or len(x) != rows or x.shape != input_ids.shape or x.is_floating_point():
+        if x.is_floating_point():
+            raise InputError(f"{path}: tensor 'context.{name}': must have an integer dtype, got {x.dtype}")
+        if x.ndim != 2 or len(x) != rows:
+            raise InputError(f"{path}: tensor 'context.{name}': must have shape [{rows}, T], got {list(x.shape)}")
+        if x.shape != input_ids.shape:
             raise InputError(
-                f"{path}: context.{name}: expected integers of shape [{rows}, T], "
-                f"got {x.dtype} of shape {tuple(x.shape)}"
+                f"{path}: tensor 'context.{name}': must have the shape of 'context.input_ids', "
+                f"{list(input_ids.shape)}, got {list(x.shape)}"
             )
     differ = (
         loaded.rollout_logp.float().view(torch.int32) != loaded.train_logp.float().view(torch.int32)

@@ -1,7 +1,8 @@
-"""Recorder of a vLLM engine: ``python -m alignkit.drift.bisect.vllm_side JOB.json`` (see `job`).
+"""Recorder of a vLLM engine: ``python -m alignkit.drift.bisect.vllm_side JOB.json``.
 
-All sequences are sent as prompts in one batch, and ``decode`` tokens are sampled after each. The engine runs eagerly,
-since hooks do not run in a CUDA graph.
+`job` documents the job file. The hooks are in `vllm_worker`, which runs in vLLM's workers. All sequences are sent as
+prompts in one batch, and ``decode`` tokens are sampled after each. The engine runs eagerly, since hooks do not run in a
+CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Recorder in a vLLM worker: `Recording` is mixed into the worker's class (vLLM's ``worker_extension_cls``).
+"""Recorder in a vLLM worker: vLLM mixes `Recording` into the worker's class (``worker_extension_cls``).
 
-The hooks do not change any value. They are defined in alignkit, because an aligned worker rejects foreign hooks. vLLM
-must run eagerly, since hooks do not run in a CUDA graph.
+`vllm_side` starts the engine and calls the ``alignkit_*`` methods by name. The hooks do not change any value. They are
+defined in alignkit, because an aligned worker rejects foreign hooks. vLLM must run eagerly, since hooks do not run in a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -132,8 +133,9 @@ class _Hooks:
             index = self._sampled
         else:
             raise UnsupportedError(
-                f"logits: expected a slice of the hidden states or the {len(self._sampled)} sampled rows, "
-                f"got {len(requested)} other rows"
+                "logits: vLLM must compute logits from a slice of the hidden states or from the "
+                f"{len(self._sampled)} sampled rows, got {len(requested)} other rows. alignkit bisect does not support "
+                "this vLLM version."
             )
         self.recorder.put("logits", output, index)
 
@@ -226,7 +228,7 @@ class SwappedWorker(resolve(installed().worker)):
         for op in swapped:
             kinds = (AlignedAttentionImpl,) if op == "attention" else tuple(ALIGNED[name] for name in LAYERS[op])
             if not any(isinstance(x, kinds) for m in modules for x in (m, getattr(m, "impl", None))):
-                raise UnsupportedError(f"swap: this vLLM model has no module that computes {op}")
+                raise UnsupportedError(f"swap: must be an op that a module of this vLLM model computes, got {op!r}")
 
 
 def write_job(job: dict, path: Path) -> str:

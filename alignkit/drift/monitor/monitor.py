@@ -1,4 +1,7 @@
-"""`Monitor`: per-step drift monitoring of a training loop. docs/monitor.md documents it and its record's keys."""
+"""`Monitor`: per-step drift monitoring of a training loop. docs/monitor.md documents it and the keys of a record.
+
+`names` computes the metrics, `records` and `replay` write the files, and `sinks` forward the metrics to loggers.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +85,9 @@ class Monitor:
         if type(rank) is not int or not 0 <= rank <= MAX_RANK:
             raise InputError(f"rank: expected an int in [0, {MAX_RANK}], got {rank!r:.80}")
         meta = dict(meta or {})
-        if not all(isinstance(x, str) for pair in meta.items() for x in pair):
-            raise InputError("meta: expected strings as keys and values, got other types")
+        for key, value in meta.items():
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise InputError(f"meta: keys and values must be strings, got {key!r:.80}: {value!r:.80}")
         if len(json.dumps(meta)) > _MAX_META:
             raise InputError(f"meta: must have at most {_MAX_META} characters as JSON, got {len(json.dumps(meta))}")
         self.contract = _one_contract(contract)
@@ -133,7 +137,7 @@ class Monitor:
             DriftError: A token is not bit-equal or not finite in an aligned run, and `on_difference` is "raise".
         """
         if self._records is None:
-            raise InputError("log: this Monitor is closed")
+            raise InputError("log: must be called before close, but this Monitor is closed. Create a new Monitor.")
         if type(step) is not int or not 0 <= step < 2**63:
             raise InputError(f"step: expected an int in [0, 2^63), got {step!r:.80}")
         self._check(rollout_logp, train_logp, mask, tokens, context)
@@ -195,14 +199,14 @@ class Monitor:
             raise InputError(f"tokens: expected train_logp's shape {list(train_logp.shape)}, got {list(tokens.shape)}")
         for name, x in (context or {}).items():
             if not (isinstance(name, str) and CONTEXT_NAME.fullmatch(name)):
-                raise InputError(f"context: names must consist of letters, digits and _, got {name!r:.80}")
+                raise InputError(f"context: names must have 1 to 100 letters, digits or _, got {name!r:.120}")
             if not isinstance(x, torch.Tensor):
                 raise InputError(f"context: {name}: expected a tensor, got {type(x).__name__}")
         # CPU tensors may have been computed on any device; a GPU tensor must match its own device's contract.
         for name, x in (("rollout_logp", rollout_logp), ("train_logp", train_logp)):
             if self.contract != "stock" and not on_host(x.device) and self.contract != contract_id(x.device):
                 raise InputError(
-                    f"contract: {name} is on {x.device}, expected its contract {contract_id(x.device)!r}, "
+                    f"contract: {name} is on {x.device}, so contract must be {contract_id(x.device)!r} or 'stock', "
                     f"got {self.contract!r}"
                 )
 
@@ -277,8 +281,8 @@ def _one_contract(contract: str | tuple[str, str]) -> str:
         )
     ):
         raise InputError(
-            "contract: expected 'stock', an engine's contract id, or the pair of rollout's and training's ids, "
-            f"got {contract!r:.200}"
+            "contract: expected 'stock', a contract id ('alignkit-...'), or a pair of contract ids (rollout, "
+            f"training), got {contract!r:.200}"
         )
     if len(set(ids)) > 1:
         raise InputError(

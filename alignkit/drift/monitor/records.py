@@ -1,7 +1,8 @@
 """Record files of the monitor: one append-only JSON Lines file per rank.
 
 A process killed during a write leaves an incomplete last line. Readers skip incomplete lines, and the next process of
-that rank starts a new line. `alignkit watch` and users' programs read the files: a changed key needs another `VERSION`.
+that rank starts a new line. `alignkit watch` and users' programs read the files. A changed key needs another `VERSION`,
+and a change in docs/monitor.md.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class Appender:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise InputError(f"rank: each rank needs its own number, but {path} is open in another Monitor") from None
+            raise InputError(
+                f"rank: must differ between the open Monitors of a directory, but {path} is open in another Monitor. "
+                "Pass another rank, or close that Monitor."
+            ) from None
         except OSError as e:
             # Some shared file systems have no locks; distinct ranks are then the only protection.
             if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):

@@ -122,9 +122,9 @@ def load_replay(path: str | os.PathLike) -> Replay:
     try:
         info = json.loads(metadata.get("info", "null"))
     except (ValueError, RecursionError) as e:
-        raise InputError(f"{path}: info is not JSON ({e})") from None
+        raise InputError(f"{path}: info: must be JSON, got invalid JSON ({e!s:.100})") from None
     if not isinstance(info, dict):
-        raise InputError(f"{path}: info is not a JSON object")
+        raise InputError(f"{path}: info: must be a JSON object, got a {type(info).__name__}")
     context = {name.removeprefix(_CONTEXT): x for name, x in tensors.items() if name.startswith(_CONTEXT)}
     return Replay(tensors["rollout_logp"], tensors["train_logp"], tensors["mask"], tensors.get("tokens"), context, info)
 
@@ -184,10 +184,13 @@ def _check_header(path: Path, file: safe_open) -> None:
         header = file.get_slice(name)
         shape = shape or header.get_shape()
         types = {"mask": ("BOOL",), "tokens": ("I64",)}.get(name, ("F32", "BF16"))
-        if header.get_dtype() not in types or header.get_shape() != shape or len(shape) != 2:
+        if header.get_dtype() not in types:
+            raise InputError(f"{path}: tensor {name!r}: must have dtype {' or '.join(types)}, got {header.get_dtype()}")
+        if len(shape) != 2:
+            raise InputError(f"{path}: tensor {name!r}: must have shape [B, S], got {shape}")
+        if header.get_shape() != shape:
             raise InputError(
-                f"{path}: tensor {name!r}: expected {' or '.join(types)} of the shape [B, S] of 'rollout_logp', "
-                f"got {header.get_dtype()} of shape {header.get_shape()}"
+                f"{path}: tensor {name!r}: must have the shape of 'rollout_logp', {shape}, got {header.get_shape()}"
             )
     for name in names:
         values = 1

@@ -1,4 +1,7 @@
-"""Metric sinks of the monitor: TensorBoard, Weights & Biases and user functions."""
+"""Metric sinks of the monitor: TensorBoard, Weights & Biases and user functions.
+
+A sink receives the metrics that `names` computes, and forwards them unchanged.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ def make_sinks(sinks: Iterable[str | Sink] | None, directory: Path, rank: int) -
     if sinks is None:
         return [sink for sink in (_tensorboard(directory, rank), _wandb) if sink is not None]
     if isinstance(sinks, str):
-        raise InputError(f"sinks: expected a list, got {sinks!r}")
+        raise InputError(f"sinks: expected a list, such as ['wandb'], got the string {sinks!r:.80}")
     functions = []
     for sink in sinks:
         if sink == "tensorboard":
             functions.append(_tensorboard(directory, rank))
             if functions[-1] is None:
                 raise UnsupportedError(
-                    "sinks: 'tensorboard' needs torch.utils.tensorboard, which cannot be imported. "
+                    "sinks: 'tensorboard' requires torch.utils.tensorboard, which cannot be imported. "
                     "Run pip install tensorboard."
                 )
         elif sink == "wandb":

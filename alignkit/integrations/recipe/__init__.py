@@ -1,7 +1,8 @@
-"""Check of a framework's recipe, for `alignkit doctor --recipe` and at the start of a run.
+"""Check of a framework's recipe, for `alignkit doctor --recipe` and at the start of a run. No engine is imported.
 
-A framework is a module here, with functions `judge` and `uses_megatron` and the optional `ENABLING_SETTING`, plus an
-entry in `_TABLES` and in `reading.FRAMEWORKS`.
+A framework is a module here (`verl`, `nemo_rl`, `slime`) with functions `judge` and `uses_megatron` and the optional
+`ENABLING_SETTING`, plus an entry in `_MODULES` and in `reading.FRAMEWORKS`. `reading` parses the files, and `engines`
+checks the settings of the engines. docs/verl.md and docs/nemo-rl.md show the output.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from alignkit.errors import InputError, UnsupportedError
 
 from .reading import Recipe, Setting, from_config, read
 
-REFUSED, PASSES, ADD, UNKNOWN = "unsupported", "supported", "add", "unknown"
-"""Verdicts on a setting."""
-_TABLES = {"verl": "verl", "NeMo-RL": "nemo_rl", "slime": "slime"}
+UNSUPPORTED, SUPPORTED, ADD, UNKNOWN = "unsupported", "supported", "add", "unknown"
+"""Verdicts on a setting, as printed."""
+_MODULES = {"verl": "verl", "NeMo-RL": "nemo_rl", "slime": "slime"}
+"""Framework -> its module in this package."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def examine(recipe: Recipe) -> list[Finding]:
 
 def check(framework: str, config: dict[str, Any]) -> None:
     """Raise UnsupportedError with all unsupported settings of a configuration that `framework` has composed."""
-    refused = [str(f) for f in examine(from_config(framework, config)) if f.verdict == REFUSED]
+    refused = [str(f) for f in examine(from_config(framework, config)) if f.verdict == UNSUPPORTED]
     if refused:
         raise UnsupportedError(f"recipe: unsupported settings: {'; '.join(refused)}")
 
@@ -52,13 +54,13 @@ def report(path: Path) -> tuple[list[str], bool]:
     recipe = read(path)
     findings = examine(recipe)
     lines = [f"{path}: {recipe.framework} recipe"]
-    lines += [f"  {f}" for verdict in (REFUSED, UNKNOWN, ADD, PASSES) for f in findings if f.verdict == verdict]
-    counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in (REFUSED, PASSES)}
+    lines += [f"  {f}" for verdict in (UNSUPPORTED, UNKNOWN, ADD, SUPPORTED) for f in findings if f.verdict == verdict]
+    counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in (UNSUPPORTED, SUPPORTED)}
     rest = len(recipe.settings.keys() - {f.setting.key for f in findings})
-    lines.append(f"{counts[REFUSED]} unsupported, {counts[PASSES]} supported, {rest} do not affect numerics")
+    lines.append(f"{counts[UNSUPPORTED]} unsupported, {counts[SUPPORTED]} supported, {rest} do not affect numerics")
     if (setting := _missing(recipe, findings)) is not None:
         lines.append(f"without {setting} the run is not aligned")
-    return lines, not counts[REFUSED]
+    return lines, not counts[UNSUPPORTED]
 
 
 def survey(folder: Path) -> tuple[list[str], bool]:
@@ -73,12 +75,12 @@ def survey(folder: Path) -> tuple[list[str], bool]:
             others += 1
             continue
         findings = examine(recipe)
-        refused = [f for f in findings if f.verdict == REFUSED]
+        refused = [f for f in findings if f.verdict == UNSUPPORTED]
         supported += not refused
         reasons = "; ".join(f"{f.setting}: {f.why}" for f in refused)
         setting = _missing(recipe, findings)
-        verdict = PASSES if setting is None else f"{PASSES}; add {setting}"
-        lines.append(f"{path.relative_to(folder)}: " + (f"{REFUSED}: {reasons}" if refused else verdict))
+        verdict = SUPPORTED if setting is None else f"{SUPPORTED}; add {setting}"
+        lines.append(f"{path.relative_to(folder)}: " + (f"{UNSUPPORTED}: {reasons}" if refused else verdict))
     found = len(lines)
     if not found + others:
         raise InputError(f"recipe: {folder} contains no recipes of verl, NeMo-RL or slime")
@@ -97,14 +99,14 @@ def _missing(recipe: Recipe, findings: list[Finding]) -> Setting | None:
 
 
 def _table(recipe: Recipe) -> Any:
-    return import_module(f"{__name__}.{_TABLES[recipe.framework]}")
+    return import_module(f"{__name__}.{_MODULES[recipe.framework]}")
 
 
 __all__ = [
     "ADD",
-    "PASSES",
-    "REFUSED",
+    "SUPPORTED",
     "UNKNOWN",
+    "UNSUPPORTED",
     "Finding",
     "Recipe",
     "Setting",

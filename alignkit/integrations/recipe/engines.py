@@ -157,7 +157,7 @@ def model(name: Any) -> Model:
                     return Model(False, f"{architecture} is not supported", None)
                 experts = _EXPERTS.get(architecture) if family.experts else 0
                 return Model(True, f"{architecture} (inferred from the name)", experts)
-    return Model(None, "unknown name; config.json is checked when the run starts", None)
+    return Model(None, "the name implies no known family; config.json is checked when the run starts", None)
 
 
 ARCHITECTURES_BY_FAMILY = {family.name: architecture for architecture, family in ARCHITECTURES.items()}

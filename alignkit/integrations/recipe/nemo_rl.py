@@ -1,4 +1,7 @@
-"""Rules for NeMo-RL's settings that affect numerics. Keys are those of NeMo-RL's YAML files."""
+"""Rules for NeMo-RL's settings that affect numerics. Keys are those of NeMo-RL's YAML files.
+
+A setting that only Megatron-core or vLLM reads is judged by `engines`, and needs no rule here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
+from . import ADD, SUPPORTED, UNKNOWN, UNSUPPORTED, Finding
 from .engines import megatron_refusal, model, unmet, vllm_refusal
 from .reading import Recipe, Setting
 
@@ -58,10 +61,10 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
         setting = recipe.settings["policy.model_name"]
         found = model(setting.value)
         experts = found.experts
-        yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[found.supported], found.why)
+        yield Finding(setting, {True: SUPPORTED, False: UNSUPPORTED, None: UNKNOWN}[found.supported], found.why)
     for key in ("policy.megatron_cfg.enabled", "policy.generation.backend"):
         if key not in recipe.settings:
-            yield Finding(Setting(key, None), REFUSED, MUST_BE[key][1], MUST_BE[key][2])
+            yield Finding(Setting(key, None), UNSUPPORTED, MUST_BE[key][1], MUST_BE[key][2])
     others = {"num_moe_experts": experts} | {
         key.removeprefix(_MEGATRON): setting.value
         for key, setting in recipe.settings.items()
@@ -73,25 +76,27 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
         if key in MUST_BE:
             allowed, why, change = MUST_BE[key]
             good = setting.value in allowed
-            yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why, change)
+            yield Finding(setting, SUPPORTED, "") if good else Finding(setting, UNSUPPORTED, why, change)
         elif key == "policy.generation.vllm_cfg.expert_parallel_size":
             ranks = recipe.get("policy.generation.vllm_cfg.tensor_parallel_size", 1)
             good = setting.value in (1, ranks)
             why = f"must be 1 or tensor_parallel_size = {ranks} (data parallelism inside vLLM)"
-            yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why)
+            yield Finding(setting, SUPPORTED, "") if good else Finding(setting, UNSUPPORTED, why)
         elif key == "policy.generation.temperature":
             mode = "policy.generation.vllm_cfg.logprobs_mode"
             raw = setting.value != 1 and recipe.get(mode) != "processed_logprobs"
             good = isinstance(setting.value, (int, float)) and setting.value > 0 and not raw
             why, change = ("raw logprobs require temperature 1", f"set {mode}=processed_logprobs") if raw else ("", "")
             yield (
-                Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why or "must be positive", change)
+                Finding(setting, SUPPORTED, "")
+                if good
+                else Finding(setting, UNSUPPORTED, why or "must be positive", change)
             )
         elif key.startswith(_MEGATRON) and recipe.get("policy.megatron_cfg.enabled"):
             yield _training(setting, key.removeprefix(_MEGATRON), others)
         elif (match := _VLLM.fullmatch(key)) and not SERVING.fullmatch(match[1]):
             why = vllm_refusal(match[1], setting.value)
-            yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
+            yield Finding(setting, UNSUPPORTED, why) if why else Finding(setting, SUPPORTED, "")
     yield Finding(Setting(*ENABLING_SETTING), ADD, "to the environment of the run: enables alignkit in NeMo-RL")
 
 
@@ -103,11 +108,11 @@ def uses_megatron(recipe: Recipe) -> bool:
 def _training(setting: Setting, name: str, others: dict[str, Any]) -> Finding:
     if name in OWN:
         why = unmet(setting.value, *OWN[name])
-        return Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
+        return Finding(setting, UNSUPPORTED, why) if why else Finding(setting, SUPPORTED, "")
     if FREE.fullmatch(name):
-        return Finding(setting, PASSES, "")
+        return Finding(setting, SUPPORTED, "")
     field, value = name.removeprefix("model_overrides."), setting.value
     if field == "recompute_modules" and not others.get("activation_checkpointing"):
-        return Finding(setting, PASSES, "")
+        return Finding(setting, SUPPORTED, "")
     why = megatron_refusal(field, value, others)
-    return Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
+    return Finding(setting, UNSUPPORTED, why) if why else Finding(setting, SUPPORTED, "")

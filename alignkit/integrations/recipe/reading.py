@@ -17,6 +17,7 @@ from alignkit.errors import InputError
 FRAMEWORKS = {"verl": "actor_rollout_ref.", "NeMo-RL": "policy.", "slime": "--"}
 """Framework -> prefix of its settings."""
 MODEL_OF_SLIME = "--hf-checkpoint"
+"""slime's argument for the model, which distinguishes slime's scripts from those of other programs."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def from_config(framework: str, config: dict[str, Any]) -> Recipe:
 
 
 def read(path: Path) -> Recipe:
-    """Return the recipe in a file; raise InputError if it is no recipe of a supported framework."""
+    """Return the recipe in a file; raise InputError if the file is not a recipe of a supported framework."""
     try:
         settings = _yaml(path) if path.suffix in (".yaml", ".yml") else _shell(path)
     except (OSError, UnicodeDecodeError) as e:

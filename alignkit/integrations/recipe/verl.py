@@ -1,4 +1,7 @@
-"""Rules for verl's settings that affect numerics. Keys are those of verl's Hydra configuration."""
+"""Rules for verl's settings that affect numerics. Keys are those of verl's Hydra configuration.
+
+A setting that only Megatron-core or vLLM reads is judged by `engines`, and needs no rule here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from . import ADD, PASSES, REFUSED, UNKNOWN, Finding
+from . import ADD, SUPPORTED, UNKNOWN, UNSUPPORTED, Finding
 from .engines import megatron_refusal, model, unmet, vllm_refusal
 from .reading import Recipe, Setting
 
@@ -81,7 +84,7 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
     if _MODEL + "path" in recipe.settings:
         setting = recipe.settings[_MODEL + "path"]
         found = model(setting.value)
-        yield Finding(setting, {True: PASSES, False: REFUSED, None: UNKNOWN}[found.supported], found.why)
+        yield Finding(setting, {True: SUPPORTED, False: UNSUPPORTED, None: UNKNOWN}[found.supported], found.why)
         others["num_moe_experts"] = found.experts
     for key, setting in recipe.settings.items():
         if (match := TRAINING.fullmatch(key)) and not key.startswith("critic."):
@@ -102,14 +105,14 @@ def _strategy(recipe: Recipe) -> Finding:
     found += [s for key, s in recipe.settings.items() if key.startswith("defaults.")]
     for setting in found:
         if "megatron" in str(setting.value):
-            return Finding(setting, PASSES, "trained by Megatron-core")
+            return Finding(setting, SUPPORTED, "trained by Megatron-core")
     shown = found[0] if found else Setting(keys[0], "fsdp")
-    return Finding(shown, REFUSED, "training: only Megatron-core is supported", "set model_engine=megatron")
+    return Finding(shown, UNSUPPORTED, "training: only Megatron-core is supported", "set model_engine=megatron")
 
 
 def uses_megatron(recipe: Recipe) -> bool:
     """Return whether the recipe trains with Megatron-core."""
-    return _strategy(recipe).verdict == PASSES
+    return _strategy(recipe).verdict == SUPPORTED
 
 
 def _setting(setting: Setting, recipe: Recipe, others: dict[str, Any]) -> Iterator[Finding]:
@@ -120,19 +123,19 @@ def _setting(setting: Setting, recipe: Recipe, others: dict[str, Any]) -> Iterat
         allowed, why, change = MUST_BE[key]
         if key.endswith((".top_p", ".top_k")) and recipe.get(_ROLLOUT + "logprobs_mode") == "raw_logprobs":
             return
-        yield Finding(setting, PASSES, "") if value in allowed else Finding(setting, REFUSED, why, change)
+        yield Finding(setting, SUPPORTED, "") if value in allowed else Finding(setting, UNSUPPORTED, why, change)
     elif key == _ROLLOUT + "temperature":
         raw = recipe.get(_ROLLOUT + "logprobs_mode") == "raw_logprobs" and value != 1
         good = isinstance(value, (int, float)) and value > 0 and not raw
         why = "raw logprobs require temperature 1" if raw else "must be positive"
-        yield Finding(setting, PASSES, "") if good else Finding(setting, REFUSED, why)
+        yield Finding(setting, SUPPORTED, "") if good else Finding(setting, UNSUPPORTED, why)
     elif key == _ROLLOUT + "expert_parallel_size":
         why = megatron_refusal("expert_model_parallel_size", value, {"num_moe_experts": others.get("num_moe_experts")})
-        yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
+        yield Finding(setting, UNSUPPORTED, why) if why else Finding(setting, SUPPORTED, "")
     elif key.startswith(_ENGINE_KWARGS) or key.removeprefix(_ROLLOUT) in VLLM:
         field = key.removeprefix(_ENGINE_KWARGS)
         why = vllm_refusal(VLLM.get(key.removeprefix(_ROLLOUT), field.split(".")[0].replace("-", "_")), value)
-        yield Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
+        yield Finding(setting, UNSUPPORTED, why) if why else Finding(setting, SUPPORTED, "")
     elif match := TRAINING.fullmatch(key):
         yield _training(setting, match[1], others)
 
@@ -140,8 +143,8 @@ def _setting(setting: Setting, recipe: Recipe, others: dict[str, Any]) -> Iterat
 def _training(setting: Setting, name: str, others: dict[str, Any]) -> Finding:
     if name in OWN:
         why = unmet(setting.value, *OWN[name])
-        return Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
+        return Finding(setting, UNSUPPORTED, why) if why else Finding(setting, SUPPORTED, "")
     if FREE.fullmatch(name):
-        return Finding(setting, PASSES, "")
+        return Finding(setting, SUPPORTED, "")
     why = megatron_refusal(name.removeprefix("override_transformer_config."), setting.value, others)
-    return Finding(setting, REFUSED, why) if why else Finding(setting, PASSES, "")
+    return Finding(setting, UNSUPPORTED, why) if why else Finding(setting, SUPPORTED, "")

@@ -1,7 +1,8 @@
-"""The sitecustomize that Python runs at startup if this folder is on PYTHONPATH; Python requires the file's name.
+"""Startup file of each Python process of a NeMo-RL run. Python finds this file by its name on PYTHONPATH.
 
-It loads one small file of alignkit; the rest is imported together with NeMo-RL. Then it runs the next sitecustomize on
-the path, which it shadows.
+At startup this file loads only `importing.py` of alignkit. Importing `nemo_rl` later imports
+`alignkit.integrations.nemo_rl`, which patches NeMo-RL. At the end this file runs the next `sitecustomize` on the path,
+which Python would otherwise skip.
 """
 
 import importlib.machinery

@@ -23,6 +23,7 @@ from .._common import (
     check_no_overlap,
     check_number,
     check_same_device,
+    check_starts,
     check_tensor,
     checks_values,
     require,
@@ -66,7 +67,7 @@ def _check(q, k, v, scale, k_name: str = "k", v_name: str = "v") -> float:
         check_like(name, t, "q", q)
     (q_heads, dim), (heads, k_dim) = q.shape[-2:], k.shape[-2:]
     require(k.shape == v.shape, f"{v_name}: shape must equal {k_name}'s {tuple(k.shape)}, got {tuple(v.shape)}")
-    require(dim > 0 and q_heads > 0, f"q: must have a head and a positive head_dim, got shape {tuple(q.shape)}")
+    require(dim > 0 and q_heads > 0, f"q: number of heads and head_dim must be at least 1, got shape {tuple(q.shape)}")
     require(dim == k_dim, f"{k_name}: head_dim must equal q's {dim}, got {k_dim}")
     require(heads > 0 and q_heads % heads == 0, f"{k_name}: number of heads must divide q's {q_heads}, got {heads}")
     return dim**-0.5 if scale is None else check_number("scale", scale)
@@ -82,11 +83,10 @@ def _check_ints(name: str, t, ndim: int, q: torch.Tensor) -> torch.Tensor:
 def _check_starts(name: str, starts, q: torch.Tensor, padded: bool) -> torch.Tensor:
     """Check the first rows of sequences; `padded`: q may have padding rows after the last sequence."""
     starts = _check_ints(name, starts, 1, q)
-    require(starts.numel() >= 1, f"{name}: must begin with 0")
+    require(starts.numel() >= 1, f"{name}: must have at least 1 entry, got 0")
     if checks_values(starts.device):
         last, rows = int(starts[-1]), q.shape[0]
-        require(int(starts[0]) == 0, f"{name}: must begin with 0")
-        require(bool((starts[1:] >= starts[:-1]).all()), f"{name}: must not decrease")
+        check_starts(name, starts)
         require(
             last == rows or (padded and last < rows),
             f"{name}: last entry must {'not exceed' if padded else 'equal'} q's {rows} rows, got {last}",
@@ -193,10 +193,8 @@ def _check_paged(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, sc
     else:
         check_tensor("out", out, 3)
         check_like("out", out, "q", q)
-        require(
-            out.shape == q.shape and out.is_contiguous(),
-            f"out: must be contiguous and of q's shape {tuple(q.shape)}, got {tuple(out.shape)}",
-        )
+        require(out.shape == q.shape, f"out: shape must equal q's {tuple(q.shape)}, got {tuple(out.shape)}")
+        require(out.is_contiguous(), f"out: must be contiguous, got strides {out.stride()}")
         check_no_overlap("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
     return q, k_cache, v_cache, block_table, starts, seq_lens, scale, out
 
@@ -262,6 +260,11 @@ def reserve(q: torch.Tensor, kv_heads: int, positions: int) -> None:
 def _rows_view(name: str, cache: torch.Tensor) -> torch.Tensor:
     """View a cache [num_blocks, block_size, H, D] as [num_blocks * block_size, H, D]."""
     (blocks, size, *row), (block_stride, *strides) = cache.shape, cache.stride()
-    if strides[-1] != 1 or (blocks > 1 and block_stride != size * strides[0]):
-        raise InputError(f"{name}: strides must allow a view as [rows, heads, head_dim], got {cache.stride()}")
+    if strides[-1] != 1:
+        raise InputError(f"{name}: stride of head_dim must be 1, got {strides[-1]}")
+    if blocks > 1 and block_stride != size * strides[0]:
+        raise InputError(
+            f"{name}: stride(0) must be block_size * stride(1) = {size} * {strides[0]} = {size * strides[0]}, "
+            f"got {block_stride}"
+        )
     return cache.as_strided((blocks * size, *row), strides)

@@ -29,9 +29,9 @@ RUNTIME_ARGS = [
     "table_row",
     "max_queries",
 ]
-"""Arguments that change from call to call; the kernels are not specialized on their values."""
+"""schedule: arguments that change from call to call; the kernels are not specialized on their values."""
 RESERVE = tl.constexpr(SM90.reserve)
-"""Headroom, an exponent of 2: a leaf's first score has probability 2^-RESERVE; a probability of 2 or more rescales."""
+"""contract: headroom, an exponent of 2. A leaf's first score has probability 2^-RESERVE; one of 2 or more rescales."""
 DECODE_QUERIES, DECODE_CONTEXT = tl.constexpr(16), tl.constexpr(2048)
 """schedule: at most DECODE_QUERIES queries after at least DECODE_CONTEXT keys are computed by the decode kernels."""
 
@@ -169,6 +169,7 @@ def read_state(FROM, r, valid, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.const
 def write_result(O, token, head, L, A, ok, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """Store A / L to O [tokens, HEADS, D], in the rows that are ok."""
     d = tl.arange(0, DP)
+    # + A * 0.0 broadcasts L to A's shape without changing it. If A is infinite or NaN, the result is NaN.
     out = tl.div_rn(A, L[:, None] + A * 0.0)
     o = O + (token[:, None] * HEADS + head[:, None]) * D + d[None, :]
     tl.store(o, out.to(O.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])

@@ -1,4 +1,7 @@
-"""Calls of the C++ attention kernels (csrc/cpu/kernels.inl); the order of summation is theirs."""
+"""Calls of the C++ attention kernels (csrc/cpu/kernels.inl), whose order of summation is the contract's.
+
+docs/contract.md, "Attention". reference.py has the same functions and bits.
+"""
 
 from __future__ import annotations
 

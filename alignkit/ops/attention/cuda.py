@@ -1,7 +1,7 @@
 """CUDA attention (WGMMA and TMA, csrc/sm90/attention): training and paged prefill in bf16, head dimensions of DIMS.
 
-Decode and all other problems are computed by Triton, with the same bits. The names and order of the fields of
-ctypes structures must equal the library's, which is checked when this file is imported.
+Triton computes decode and all other problems, with the same bits. The names and order of the fields of ctypes
+structures must equal the library's, which is checked at import. The limits below are those of the kernels (schedule).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from ...runtime import cuda
 from ...runtime.families import SM90
+from ...runtime.operands import tma_rejects
 from . import triton
 from .common import DECODE_CONTEXT, DECODE_QUERIES, PAD
 from .problem import Attention, Relaunch
@@ -21,7 +22,7 @@ DIMS = (64, 96, 128, 256)  # schedule: head dimensions of the CUDA kernels
 SPILL_BYTES_256 = 102400
 """mirrors csrc/sm90/attention/forward.cu:kSpillBytes256: bytes per CTA for merged accumulators in global memory."""
 SPILL_BYTES = {256: SPILL_BYTES_256}
-"""Bytes per CTA for merged accumulators in global memory, by head dimension."""
+"""schedule: bytes per CTA for merged accumulators in global memory, by head dimension; 0 for the others."""
 MAX_ROWS = 1 << 30
 """schedule: bound of rows of q times heads for the CUDA kernels; they count tiles in 32 bits."""
 MAX_GROUP = 64
@@ -81,19 +82,19 @@ def rejects(p: Attention) -> str | None:
     if heads // kv_heads > MAX_GROUP:
         return f"heads / kv_heads: must be at most {MAX_GROUP}, got {heads // kv_heads}"
     if not 0 < rows * heads < MAX_ROWS:
-        return f"rows * heads: must be in [1, {MAX_ROWS}), got {rows} * {heads}"
+        return f"rows * heads: must be in [1, {MAX_ROWS}), got {rows} * {heads} = {rows * heads}"
     if not 0 < kv_rows < 2**31:
-        return f"KV rows: must be in [1, 2^31), got {kv_rows}"
-    for _, strides, dtype, aligned in (p.q, p.k, p.v):
-        if dtype != torch.bfloat16 or not aligned or strides[2] != 1 or any(s % 8 or s < dim for s in strides[:2]):
-            return "q, k, v: must be bf16 with 16-byte aligned addresses and strides (TMA)"
+        return f"k: number of rows must be in [1, 2^31), got {kv_rows}"
+    for name, t in (("q", p.q), ("k", p.k), ("v", p.v)):
+        if (why := tma_rejects(name, t, torch.bfloat16)) is not None:
+            return why
     return None
 
 
 def paged_rejects(p: Attention) -> str | None:
     """Return why the CUDA kernels do not support a paged problem, or None if they do."""
     if p.page % PAGE_MULTIPLE:
-        return f"page: must be a multiple of {PAGE_MULTIPLE} rows, got {p.page}"
+        return f"page: the cache's block_size must be a multiple of {PAGE_MULTIPLE}, got {p.page}"
     return rejects(p)
 
 
@@ -106,7 +107,7 @@ def _heads(t: torch.Tensor) -> _Heads:
 
 
 def arguments(q, k, v, out, starts, scale: float, tile_heads: int) -> Arguments:
-    """Return the arguments shared by packed and paged calls; tile_heads: 1 or the GQA group, which changes no bit."""
+    """Return the arguments shared by packed and paged calls; tile_heads (schedule): 1 or the size of the GQA group."""
     tokens, heads, dim = q.shape
     a = Arguments(*(_heads(t) for t in (q, k, v)), out.data_ptr())
     a.starts = _ints(starts)
@@ -168,7 +169,7 @@ def backward(q, k, v, starts, out, shift, d_out, scale: float):
 
 
 def paged(q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, tile_heads: int = 0) -> Relaunch:
-    """Compute paged attention into `out`, and return its relaunch; tile_heads: see `arguments`, 0: the GQA group."""
+    """Compute paged attention into `out`, and return its relaunch; tile_heads: see `arguments`; 0: the group's size."""
     seqs, width = block_table.shape
     decode_all = q.shape[0] <= seqs  # most likely one query per sequence
     max_queries, relaunch_decode = triton.decode(

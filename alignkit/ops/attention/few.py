@@ -1,9 +1,12 @@
 """Triton decode attention (split-KV): sequences of few queries and possibly many keys.
 
-For each KV head, the leaves of all sequences form one list, which is cut into equal runs, one per program. A program
-finishes the tiles whose leaves all lie in its run. For a tile that spans programs, the first program writes one merged
-state to memory and the later ones write the state of each leaf; `_merge_leaves` then merges the states in leaf order.
-The assignment of leaves to programs therefore changes no bit.
+`_decode` cuts the list of all (tile, leaf) pairs of a KV head into equal runs, one per program. A program writes the
+results of the tiles whose leaves all lie in its run. Of a tile that spans programs, the first program writes one merged
+state to memory, and each later program writes one state per leaf. `_merge_leaves` merges these states in leaf order.
+
+The arithmetic and the order of the merge are the contract's; common.py holds them. Free (schedule): the number of
+programs, SEQS, AHEAD, and the sizes of STATES and RECORDS, which sharing.py computes. The fields of a record are
+written by `_decode` and read by `_merge_leaves` alone.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from .common import (
     write_state,
 )
 
-RECORD = tl.constexpr(sharing.RECORD)
+RECORD = tl.constexpr(sharing.RECORD)  # schedule: see sharing.py
 
 
 @triton.jit
@@ -45,7 +48,7 @@ def _pdl_wait(PDL: tl.constexpr):
 def _count_leaves(
     STARTS, KV_LEN, s, seqs, tokens, width, max_queries, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, LEAF: tl.constexpr
 ):
-    """Return the number of (tile, leaf) pairs of one KV head for sequences s; 0 for those of the tile kernel."""
+    """Return the number of (tile, leaf) pairs of one KV head for sequences s; 0 for sequences of the tile kernel."""
     ok = s < seqs
     q0 = tl.minimum(tl.maximum(tl.load(STARTS + s, mask=ok, other=0), 0), tokens).to(tl.int32)
     q1 = tl.minimum(tl.maximum(tl.load(STARTS + s + 1, mask=ok, other=0), q0), tokens).to(tl.int32)
@@ -58,13 +61,13 @@ def _count_leaves(
 
 @triton.jit
 def _head_states(STATES, hk, parts, slots, STATE: tl.constexpr):
-    """Return the address of a KV head's states: each program's leaf states, then one first state per program."""
+    """Return the address of a KV head's states: the leaf states of all programs, then one merged state per program."""
     return STATES + tl.cast(hk, tl.int64) * parts * slots * STATE
 
 
 @triton.jit
 def _first_state_index(part, parts, slots):
-    """Return the index, among a head's states, of the first state that program `part` writes for a tile it begins."""
+    """Return the index, among a head's states, of the merged state of the tile that program `part` begins."""
     return tl.cast(parts, tl.int64) * (slots - 1) + part
 
 
@@ -157,8 +160,8 @@ def _decode(
     run = (total + parts - 1) // parts
     item = part * run
     stop = tl.minimum(item + run, total)
-    # Index of the program's first leaf state. A program writes at most `run` of them, and at most slots - 1: every leaf
-    # of a sequence but the first.
+    # Index of the program's first leaf state. A program writes at most `run` leaf states. It also writes at most
+    # slots - 1, because the first leaf of a sequence has none.
     own = part * tl.minimum(run, slots - 1)
     # The sequence of the run's first leaf, and where that sequence begins.
     s, seq_start = _sequences_before(counts, 0, item)
@@ -264,8 +267,8 @@ def _merge_next(
 ):
     """Merge the next min(AHEAD, count) leaves, whose states begin at STATES, into Z, L, A.
 
-    Usually every leaf keeps Z. Then the factor of the earlier sums is 1 and its multiplication is skipped, which leaves
-    one fma per leaf on the dependency chain.
+    If every leaf keeps Z, as is usual, the earlier sums have the factor 1. Skipping this multiplication leaves one fma
+    per leaf on the dependency chain, with the same bits.
     """
     zs, ls, accs = (), (), ()
     all_keep = Z - Z == 0.0
@@ -276,6 +279,7 @@ def _merge_next(
         accs += (acc,)
         all_keep &= keeps_offset(Z, z)
     if all_keep:
+        # For x >= count, read_state returned the identity of the merge: beta is 0 and the sums are -0.
         for x in tl.static_range(AHEAD):
             beta = tl.exp2(Z - zs[x])
             L = tl.fma(ls[x], beta, L)
@@ -309,11 +313,16 @@ def _merge_leaves(
 ):
     """Merge the states of a tile that spans programs of `_decode`, for one row of the tile, and write the result.
 
-    The second program of such a tile writes a record to RECORDS: its first leaf of the tile (0: no record), the tile's
-    leaf count, the position and the row of its first query, its query count, and the index of the state of that first
-    leaf; the states of later leaves follow. PARTS = 0: each program of this grid takes the record of one program of
-    `_decode`. PARTS > 0 (fewer rows than programs): it searches all `parts` records, at most PARTS, for its row's
-    record. AHEAD: states loaded at a time.
+    The second program of such a tile writes a record to RECORDS:
+
+    - the first leaf of the tile that the second program computes; 0: no record
+    - the tile's leaf count
+    - the position of the tile's first query, and its row in the batch
+    - the tile's query count
+    - the index of the state of that first leaf, which the states of later leaves follow
+
+    PARTS = 0: each program of this grid reads the record of one program of `_decode`. PARTS > 0, if rows are fewer than
+    programs: each searches all `parts` records, at most PARTS, for the record of its row. AHEAD: states loaded at once.
     """
     KV: tl.constexpr = HEADS // GROUP
     ROWS: tl.constexpr = BLOCK_Q * GROUP
@@ -345,4 +354,5 @@ def _merge_leaves(
         STATES += AHEAD * STATE
     d = tl.arange(0, DP)
     o = O + ((token + r // GROUP).to(tl.int64) * HEADS + hk * GROUP + r % GROUP) * D + d
+    # + A * 0.0 broadcasts L, as in common.write_result.
     tl.store(o, tl.div_rn(A, L + A * 0.0).to(O.dtype.element_ty), mask=d < D)

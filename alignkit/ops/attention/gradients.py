@@ -1,6 +1,7 @@
 """Triton attention backward: dQ over tiles of queries, dK and dV over tiles of keys.
 
-The order of summation is the contract's: dQ over keys, dK and dV over queries and heads of the GQA group, ascending.
+The order of summation is the contract's (docs/contract.md, "Attention"): dQ over ascending keys, dK and dV over
+ascending queries, one head of the GQA group after another.
 Tile sizes change no bits, with two limits: BLOCK_I must divide BLOCK_N and PAD. `_delta`'s R and num_warps are fixed,
 because they determine the order of `tl.sum`.
 """

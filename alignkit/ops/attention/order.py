@@ -1,6 +1,8 @@
-"""Kernels of each op of attention, fastest first. The order affects speed alone.
+"""Kernels of each op of attention, fastest first.
 
-`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
+`ORDER` maps an op name of `runtime.dispatch.OPS` to its kernels, in the order in which `dispatch.choose` tries them.
+Another order changes no bit. `alignkit doctor --explain` prints the kernels' names.
+
 Each module implements the function of its op:
 
 - "attention": ``forward(q, k, v, starts, scale)`` returns the output and the statistics for the backward pass. All

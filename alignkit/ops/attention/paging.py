@@ -1,9 +1,13 @@
-"""Paging on the host, for backends whose kernel takes the cache row of each position (cpu, reference)."""
+"""Paging on the host, for backends whose kernel takes the cache row of each position (cpu, reference).
+
+It moves rows and computes no sums. `check_pages` also validates the arguments of GPU calls in strict mode.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from ...errors import InputError
 from .._common import require
 
 
@@ -30,16 +34,20 @@ def check_pages(
 ) -> None:
     """Raise InputError for a sequence length below its queries or beyond its blocks, or a block outside the cache."""
     longest = int(lens.max()) if lens.numel() else 0
-    require(bool((lens >= queries).all()), "seq_lens: each must be at least the sequence's number of queries")
+    if len(short := (lens < queries).nonzero()):
+        i = int(short[0])
+        raise InputError(
+            f"seq_lens: must be at least the number of queries, got {int(lens[i])} for {int(queries[i])} queries "
+            f"of sequence {i}"
+        )
     require(
         longest <= table.shape[1] * block_size,
         f"seq_lens: must not exceed block_table's {table.shape[1]} blocks of {block_size} positions, got {longest}",
     )
     used = torch.arange(table.shape[1], device=table.device) * block_size < lens[:, None]
-    require(
-        not bool((used & ((table < 0) | (table >= num_blocks))).any()),
-        f"block_table: entries in use must be in [0, {num_blocks})",
-    )
+    if len(outside := (used & ((table < 0) | (table >= num_blocks))).nonzero()):
+        at = tuple(outside[0].tolist())
+        raise InputError(f"block_table: entries in use must be in [0, {num_blocks}), got {int(table[at])} at {at}")
 
 
 def _cache_rows(table: torch.Tensor, lens: torch.Tensor, block_size: int):

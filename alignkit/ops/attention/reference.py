@@ -1,7 +1,8 @@
 """Reference attention in torch, one query at a time, in the order of the contract (docs/contract.md, "Attention").
 
 Leaves of keys and the blocks within a leaf are visited in ascending order. A leaf's exponents are relative to its first
-score plus RESERVE, a headroom that rarely has to grow. Each leaf's state is merged into that of the earlier leaves.
+score plus RESERVE, a headroom that is raised only if a probability reaches 2. Each leaf's state is merged into the
+state of the earlier leaves. Every operation is the contract's; csrc/cpu/kernels.inl computes the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from .._calls import in_torch
 from .._common import exp, fma
 from .paging import by_rows
 
-KV_BLOCK, KV_LEAF, RESERVE = CPU.kv_block, CPU.kv_leaf, CPU.reserve
+KV_BLOCK, KV_LEAF, RESERVE = CPU.kv_block, CPU.kv_leaf, CPU.reserve  # contract: runtime.families
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Partition of leaves among the programs of decode attention, and the workspace for their states.
 
-Everything here depends on shapes alone, so it is valid for replays of a CUDA graph. It affects speed and
-memory alone. few.py reads the workspace and its records.
+Everything here depends on shapes alone, so it is valid for replays of a CUDA graph. The partition changes speed and
+memory, never bits. few.py writes and reads the states and records; triton.py allocates them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROWS = 16
 """schedule: rows of a decode tile (positions times heads of a GQA group), unless the group is larger."""
 PROGRAMS_PER_SM = 2  # schedule: programs of the decode kernel
 RECORD = 8
-"""schedule: int32 words of the record that a program writes for the merge kernel; see few.py."""
+"""schedule: int32 words of the record that a program writes for the merge kernel; `few._merge_leaves` lists them."""
 WORKSPACE = 1 << 28
 """schedule: bytes for leaf states; a larger demand lowers the number of programs, down to one per SM."""
 
@@ -74,7 +74,8 @@ def share(
     state = rows * dim + 2 * (-(-rows // 4) * 4)
     require(
         tokens * leaves * kv_heads < 2**31,
-        f"block_table: queries x leaves x KV heads must be below 2**31, got {tokens} queries of {longest} positions",
+        f"block_table: queries * leaves * KV heads must be below 2^31, got {tokens} * {leaves} * {kv_heads} for up to "
+        f"{longest} positions, {SM90.kv_leaf} to a leaf",
     )
     if not programs:
         room = WORKSPACE // (4 * state * leaves)
@@ -93,7 +94,10 @@ class Variant(NamedTuple):
     one_per_sm: bool
     """True if the batch has at most one leaf per SM, so each SM runs one program."""
     search: bool
-    """True if rows are fewer than records: the merge kernel searches for its row's record. One row's is the first."""
+    """True if rows are fewer than records, so that the merge kernel searches for the record of its row.
+
+    False for a single row, whose record is the first.
+    """
 
 
 def variant(seqs: int, tokens: int, decode_all: bool, kv_heads: int, shared: Sharing) -> Variant:

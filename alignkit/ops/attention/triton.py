@@ -23,7 +23,7 @@ from .problem import Relaunch
 from .sharing import PROGRAMS_PER_SM, ROWS, share, variant
 from .tiles import _tiles
 
-KV = {"KVB": SM90.kv_block, "LEAF": SM90.kv_leaf}
+KV = {"KVB": SM90.kv_block, "LEAF": SM90.kv_leaf}  # contract: keys per block and per leaf (runtime.families)
 SCHEDULES = {
     "tiles": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
     "decode": {"BLOCK_M": ROWS, "num_warps": 4, "num_stages": 2},
@@ -143,7 +143,7 @@ def decode(
     """
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     (seqs, width), dim, group = block_table.shape, q.shape[2], heads // kv
-    require(k.shape[0] < 2**31, f"k_cache: must have fewer than 2**31 rows, got {k.shape[0]}")
+    require(k.shape[0] < 2**31, f"k_cache: num_blocks * block_size must be below 2^31, got {k.shape[0]}")
     options = _schedule("decode", q, group, schedule)
     if decode_all:  # most likely one query per sequence, so tiles and states have one
         options["BLOCK_Q"] = 1

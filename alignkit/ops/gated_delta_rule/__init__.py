@@ -27,6 +27,7 @@ from .._common import (
     check_like,
     check_number,
     check_same_device,
+    check_starts,
     check_tensor,
     checks_values,
     require,
@@ -70,16 +71,18 @@ def _check_sequences(cu_seqlens, num_chunks: int | None, q: torch.Tensor) -> tup
     check_tensor("cu_seqlens", cu_seqlens, 1, INTS)
     check_same_device("cu_seqlens", cu_seqlens, "q", q)
     require(len(cu_seqlens) > 1, f"cu_seqlens: must have at least 2 entries, got {len(cu_seqlens)}")
-    require(q.shape[0] == 1, f"q: packed sequences require a batch of 1, got {q.shape[0]}")
+    require(q.shape[0] == 1, f"q: batch must be 1 with cu_seqlens, got {q.shape[0]}")
     if num_chunks is None or checks_values(q.device):
-        require(int(cu_seqlens[0]) == 0, "cu_seqlens: must begin with 0")
-        require(bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all()), "cu_seqlens: must not decrease")
+        check_starts("cu_seqlens", cu_seqlens)
         last = int(cu_seqlens[-1])
         require(last == q.shape[1], f"cu_seqlens: last entry must equal q's {q.shape[1]} rows, got {last}")
         counted = int(((cu_seqlens.diff() + CHUNK - 1) // CHUNK).sum())
-        require(num_chunks in (None, counted), f"num_chunks: must equal cu_seqlens' {counted} chunks, got {num_chunks}")
+        require(
+            num_chunks in (None, counted),
+            f"num_chunks: must be {counted}, the number of chunks in cu_seqlens, got {num_chunks}",
+        )
         num_chunks = counted
-    require(num_chunks > 0, "cu_seqlens: at least one sequence must have rows")
+    require(num_chunks > 0, "cu_seqlens: at least one sequence must have rows, got empty sequences only")
     return cu_seqlens.contiguous(), num_chunks
 
 
@@ -141,7 +144,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     check_tensor("q", q, 4, WITH_FP16)
     check_device("q", q)
     if cu_seqlens is None:
-        require(num_chunks is None, f"num_chunks: requires cu_seqlens, got {num_chunks}")
+        require(num_chunks is None, f"num_chunks: must be None without cu_seqlens, got {num_chunks}")
         chunks = -(-q.shape[1] // CHUNK)
     else:
         cu_seqlens, chunks = _check_sequences(cu_seqlens, num_chunks, q)

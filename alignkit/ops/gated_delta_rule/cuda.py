@@ -1,6 +1,7 @@
 """CUDA gated delta rule (WGMMA and TMA, csrc/sm90/delta/gated_delta_rule.cu), for bf16 and fp16.
 
-The names and order of the fields of `_Delta` must equal the library's, which is checked when this file is imported.
+The bits are the contract's (docs/contract.md, "Gated delta rule"); `columns` of `bwd_dhu` is free (schedule). The names
+and order of the fields of `_Delta` must equal the library's, which is checked at import.
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ def bwd_dhu(
 ) -> None:
     """Write dh, dh0 (unless None) and dv2.
 
-    columns: a schedule, which changes no bit: columns of V per SM, 32, 64 or 128, at most V (64 for K = 256); 0:
-    automatic.
+    `columns` (schedule) is the number of columns of V per SM: 32, 64 or 128, at most V (64 for K = 256); 0: automatic.
     """
     inputs = [_copied(t) for t in (q, k, w, do, dv)]
     taken = None if cu_seqlens is None else torch.empty(1, dtype=torch.int32, device=q.device)

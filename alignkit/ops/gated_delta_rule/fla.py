@@ -112,8 +112,9 @@ def _unsupported(q: torch.Tensor, do: torch.Tensor, chunk_size: int = CHUNK, **_
         return str(e)
     if q.dtype not in TYPES:
         return f"q: dtype must be one of {', '.join(map(str, TYPES))}, got {q.dtype}"
-    if q.shape[-1] not in DIMS or do.shape[-1] not in DIMS:
-        return f"head dimensions: must be among {', '.join(map(str, DIMS))}, got {q.shape[-1]} and {do.shape[-1]}"
+    for name, t in (("q", q), ("do", do)):
+        if t.shape[-1] not in DIMS:
+            return f"{name}: head dimension must be one of {', '.join(map(str, DIMS))}, got {t.shape[-1]}"
     return None if chunk_size == CHUNK else f"chunk_size: must be {CHUNK}, got {chunk_size}"
 
 
@@ -128,11 +129,11 @@ def register() -> None:
             function; call `chunk_gated_delta_rule_bwd_dhu` of this module instead.
     """
     if importlib.util.find_spec("fla") is None:
-        raise UnsupportedError("flash-linear-attention is not installed")
+        raise UnsupportedError("fla: must be installed. Run `pip install flash-linear-attention`")
     if importlib.util.find_spec("fla.backends") is None:
         raise UnsupportedError(
-            "fla-core: must be 0.6 or newer to dispatch this function. "
-            "Call alignkit.ops.gated_delta_rule.fla.chunk_gated_delta_rule_bwd_dhu instead."
+            "fla-core: must be 0.6 or newer, got a version without fla.backends. Upgrade it, or call "
+            "alignkit.ops.gated_delta_rule.fla.chunk_gated_delta_rule_bwd_dhu directly"
         )
     from fla import backends as theirs  # pyright: ignore[reportAttributeAccessIssue] - another module named fla
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu as function

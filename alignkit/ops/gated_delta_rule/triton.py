@@ -1,7 +1,7 @@
 """Triton gated delta rule: one program per sequence, head and slice of V.
 
-Products and rounding points are those of the CUDA kernel, so the bits are too. `columns` of `bwd_dhu` (a divisor of V),
-num_warps and num_stages are free.
+GEMMs and rounding points are the contract's (docs/contract.md, "Gated delta rule"), so the CUDA kernel gives the same
+bits. BV, the columns of V per program (a divisor of V), num_warps and num_stages are free.
 """
 
 from __future__ import annotations

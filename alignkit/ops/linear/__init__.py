@@ -153,19 +153,22 @@ def _check(x, weight, bias, tp, sequence_parallel, out_dtype, row):
     check_weight(x, weight, bias, dtypes=WITH_FP16)
     require(
         out_dtype is None or (isinstance(out_dtype, torch.dtype) and out_dtype in (x.dtype, torch.float32)),
-        f"out_dtype: must be x's {x.dtype} or torch.float32, got {out_dtype}",
+        f"out_dtype: must be None, x's {x.dtype} or torch.float32, got {out_dtype!r:.200}",
     )
     require(
         not sequence_parallel or x.ndim >= 2,
-        f"x: must have a leading sequence dimension with sequence_parallel, got shape {tuple(x.shape)}",
+        f"x: must have at least 2 dimensions with sequence_parallel, got shape {tuple(x.shape)}",
     )
     if row:
         k = x.shape[-1] * tp.size
         leaves = k_leaves(k)
-        require(leaves % tp.size == 0, f"tp: must divide alignkit.contract.k_leaves({k}) = {leaves}, got {tp.size}")
+        require(
+            leaves % tp.size == 0,
+            f"tp: number of ranks must divide alignkit.contract.k_leaves({k}) = {leaves}, got {tp.size}",
+        )
         require(
             not sequence_parallel or x.shape[0] % tp.size == 0,
-            f"x: dim 0 must be a multiple of tp = {tp.size} with sequence_parallel, got {x.shape[0]}",
+            f"x: dim 0 must be a multiple of tp.size = {tp.size} with sequence_parallel, got {x.shape[0]}",
         )
     meta = {
         "x": (tuple(x.shape), str(x.dtype)),

@@ -8,7 +8,7 @@ memory. CTA time is steps of k plus a start-up and tail time per tile.
 Large GEMMs (`Many`): launch time, plus waves of tiles, one tile per SM, plus the last wave if its tiles are split
 (stream-K).
 
-``benchmarks/fit_linear.py`` has fitted the constants, whose names it reads, to times of random GEMMs on an H200
+``benchmarks/fit_linear.py`` reads the constants by name and fits them to the times of random GEMMs on an H200
 (``benchmarks/matmul.py --draw SEED --candidates FILE``).
 """
 
@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from ...runtime.families import SM90
 
-SM_COUNT = SM90.sm_count
+SM_COUNT = SM90.sm_count  # hardware: SMs of the GPU to which the costs were fitted
 CLUSTERS = SM_COUNT // 2
-"""Clusters of two CTAs that run at once."""
+"""hardware: clusters of two CTAs that run at once."""
 STEP = 64
-"""schedule: k extent of a pipeline step of skinny_split_k.cu and hopper.py."""
+"""mirrors csrc/sm90/gemm/gemm.cuh:kStep (k extent of a pipeline step); hopper.py:STEP mirrors it too."""
 SHORT = 48
 """schedule: k extent of a Triton step below which its copy gets no faster."""
 

@@ -1,4 +1,7 @@
-"""Calls of the C++ GEMM (csrc/cpu/kernels.inl): register-blocked outputs, each a chain over ascending k."""
+"""Calls of the C++ GEMM (csrc/cpu/kernels.inl), with the bits of reference.py.
+
+The kernel blocks outputs in registers; each output is a chain over ascending k (docs/contract.md, "Linear").
+"""
 
 from __future__ import annotations
 

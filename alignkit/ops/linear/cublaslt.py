@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from ...runtime.cuda import fail, stream
-from ...runtime.operands import Operand
+from ...runtime.operands import Operand, dtype_name
 from . import waves
 from .problem import Product
 
@@ -116,19 +116,31 @@ def rejects(p: Product) -> str | None:
     if p.leaves > 1:
         return f"leaves: must be 1, got {p.leaves}"
     (_, _, a_type, _), (_, _, b_type, _), (_, _, out_type, _) = p.a, p.b, p.out
-    if a_type not in (torch.bfloat16, torch.float16) or b_type != a_type or out_type not in (a_type, torch.float32):
-        return "dtypes: x and weight must both be bf16 or fp16, out of that dtype or fp32"
+    if a_type not in (torch.bfloat16, torch.float16):
+        return f"x: dtype must be bf16 or fp16, got {dtype_name(a_type)}"
+    if b_type != a_type:
+        return f"weight: dtype must be x's {dtype_name(a_type)}, got {dtype_name(b_type)}"
+    if out_type not in (a_type, torch.float32):
+        return f"out: dtype must be x's {dtype_name(a_type)} or fp32, got {dtype_name(out_type)}"
     if p.bias is not None and p.accumulate:
-        return "bias: must be None with accumulation into out"
-    if p.bias is not None and (p.bias[2] != out_type or not p.bias_is_dense):
-        return "bias: must be contiguous and of out's dtype"
+        return "bias: must be None if accumulate is True, got a tensor"
+    if p.bias is not None and p.bias[2] != out_type:
+        return f"bias: dtype must be out's {dtype_name(out_type)}, got {dtype_name(p.bias[2])}"
+    if p.bias is not None and not p.bias_is_dense:
+        return f"bias: stride must be 1, got {p.bias[1][0]}"
     if not p.k:
         return "k: must be at least 1, got 0"
-    layouts = _layout(p.a), _layout(p.b), _layout(p.out)
-    if None in layouts or not layouts[2][0]:
-        return "x, weight, out: must have strides that cuBLASLt supports efficiently"
-    if not all(t is None or t[3] for t in (p.a, p.b, p.bias, p.out)):
-        return f"addresses: must be multiples of {_ALIGNMENT} bytes"
+    for name, t in (("x", p.a), ("weight", p.b), ("out", p.out)):
+        if _layout(t) is None:
+            return (
+                f"{name}: one stride must be 1, the other a multiple of {_ALIGNMENT // 2} without overlapping rows, "
+                f"got {tuple(t[1])} for shape {tuple(t[0])}"
+            )
+    if p.out[1][1] != 1:
+        return f"out: stride of the last dimension must be 1, got {p.out[1][1]}"
+    for name, t in (("x", p.a), ("weight", p.b), ("bias", p.bias), ("out", p.out)):
+        if t is not None and not t[3]:
+            return f"{name}: address must be a multiple of {_ALIGNMENT} bytes"
     return None
 
 
@@ -184,7 +196,7 @@ def _library() -> ctypes.CDLL | None:
 def _call(function: str, *args) -> None:
     status = getattr(_library(), f"cublasLt{function}")(*args)
     if status:
-        fail(f"cublasLt{function} failed with status {status}")
+        fail(f"cublasLt{function}: failed with cublasStatus_t {status}")
 
 
 @functools.cache
@@ -253,7 +265,7 @@ class _Product:
         if status == _NOT_SUPPORTED:
             return []
         if status:
-            fail(f"cublasLtMatmulAlgoGetHeuristic failed with status {status}")
+            fail(f"cublasLtMatmulAlgoGetHeuristic: failed with cublasStatus_t {status} for {self.problem}")
         return [bytes(s.algorithm) for s in found[: count.value] if s.state == 0 and s.workspace == 0]
 
     def supports(self, algorithm: bytes) -> bool:
@@ -372,7 +384,10 @@ class _Trial:
                 self.a.data_ptr(), self.b.data_ptr(), _address(self.bias), out.data_ptr(), stream(p.device)
             )
             if status not in (0, _NOT_SUPPORTED):
-                fail(f"cublasLtMatmul failed with status {status} in the trial of {configuration(algorithm)}")
+                fail(
+                    f"cublasLtMatmul: failed with cublasStatus_t {status} in the trial of {configuration(algorithm)} "
+                    f"for {p}"
+                )
             as_bits = torch.int32 if out.dtype == torch.float32 else torch.int16
             return status == 0 and torch.equal(out.view(as_bits), self.expected.view(as_bits))
 
@@ -520,4 +535,4 @@ def _run(
         return
     status = launch(a.data_ptr(), b.data_ptr(), _address(bias), out.data_ptr(), stream(p.device))
     if status:
-        fail(f"cublasLtMatmul failed with status {status} for {p}")
+        fail(f"cublasLtMatmul: failed with cublasStatus_t {status} for {p}")

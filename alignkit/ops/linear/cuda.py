@@ -15,7 +15,7 @@ import torch
 
 from ...runtime import cuda
 from ...runtime.families import SM90
-from ...runtime.operands import Operand, tma_compatible
+from ...runtime.operands import dtype_name, tma_rejects
 from . import cost
 from .cublaslt import round_up_rows
 from .problem import Product
@@ -36,31 +36,26 @@ CLUSTER_OUTPUTS = 256
 """schedule: maximum outputs of a cluster; the row pitch of partial sums is a multiple of it."""
 
 
-def tma_bf16(t: Operand) -> bool:
-    """Return whether a matrix can be an operand: bf16 with a layout that TMA supports."""
-    return t[2] == torch.bfloat16 and tma_compatible(t)
-
-
 def unsupported(p: Product, rows: int | None = None) -> str | None:
     """Return why none of the kernels supports a GEMM of at most `rows` rows (None for any number), or None."""
     if p.accumulate:
-        return "out: must not be accumulated into"
+        return "accumulate: must be False, got True"
     if not p.m or (rows is not None and p.m > rows):
-        return f"rows: must be {f'1 to {rows}' if rows else 'at least 1'}, got {p.m}"
+        return f"rows: must be {f'in [1, {rows}]' if rows else 'at least 1'}, got {p.m}"
     if not p.k:
         return "k: must be at least 1, got 0"
     for name, t in (("x", p.a), ("weight", p.b)):
-        if not tma_bf16(t):
-            return f"{name}: must be bf16 with contiguous, 16-byte aligned rows (TMA)"
-    if p.out[1][1] != 1 or p.out[2] not in (torch.float32, torch.bfloat16):
-        return "out: must be fp32 or bf16 with contiguous rows"
-    return None
+        if (why := tma_rejects(name, t, torch.bfloat16)) is not None:
+            return why
+    if p.out[2] not in (torch.float32, torch.bfloat16):
+        return f"out: dtype must be fp32 or bf16, got {dtype_name(p.out[2])}"
+    return None if p.out[1][1] == 1 else f"out: stride of the last dimension must be 1, got {p.out[1][1]}"
 
 
 def _unsupported_bias(p: Product) -> str | None:
-    if p.bias is not None and (p.bias[2] != torch.bfloat16 or not p.bias_is_dense):
-        return "bias: must be contiguous bf16"
-    return None
+    if p.bias is not None and p.bias[2] != torch.bfloat16:
+        return f"bias: dtype must be bf16, got {dtype_name(p.bias[2])}"
+    return None if p.bias is None or p.bias_is_dense else f"bias: stride must be 1, got {p.bias[1][0]}"
 
 
 def few_rejects(p: Product) -> str | None:
@@ -68,10 +63,10 @@ def few_rejects(p: Product) -> str | None:
     if p.n < FEW_MIN_OUTPUTS:
         return f"n: must be at least {FEW_MIN_OUTPUTS}, got {p.n}"
     if p.out[2] != torch.float32:
-        return "out: must be fp32"
+        return f"out: dtype must be fp32, got {dtype_name(p.out[2])}"
     if p.leaves > 1:
         return f"leaves: must be 1, got {p.leaves}"
-    return "bias: must be None" if p.bias is not None else unsupported(p, FEW_ROWS)
+    return "bias: must be None, got a tensor" if p.bias is not None else unsupported(p, FEW_ROWS)
 
 
 def narrow_rejects(p: Product) -> str | None:
@@ -93,7 +88,7 @@ def tree_unsupported(p: Product) -> str | None:
     if p.leaves not in (2, 4, 8):
         return f"leaves: must be 2, 4 or 8, got {p.leaves}"
     if p.k % (p.leaves * MMA_K):
-        return f"k / leaves = {p.k} / {p.leaves}: must be a multiple of {MMA_K}, got {p.k // p.leaves}"
+        return f"k: must be a multiple of {MMA_K} * leaves = {MMA_K * p.leaves}, got {p.k}"
     return _unsupported_bias(p) or unsupported(p)
 
 
@@ -101,7 +96,9 @@ def tree_rejects(p: Product) -> str | None:
     """Return why `tree` is not used for a GEMM, or None."""
     if (why := tree_unsupported(p) or unsupported(p, TREE_ROWS)) is not None:
         return why
-    return f"rows = {p.m}, leaves = {p.leaves}: not used, other kernels are faster" if split_of(p) is None else None
+    if split_of(p) is not None:
+        return None
+    return f"speed: linear/cost.py predicts a faster kernel for rows = {p.m}, leaves = {p.leaves}"
 
 
 def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...runtime.launch import prepared
-from ...runtime.operands import tma_compatible
+from ...runtime.operands import dtype_name, tma_rejects
 from . import cost
 from .cost import Cut
 from .cublaslt import round_up_rows
@@ -44,9 +44,9 @@ from .problem import Product
 SMALL_M = 256
 """schedule: rows up to which 128 x 128 tiles may leave most SMs idle; chains use smaller tiles then."""
 ROWS, COLS = gl.constexpr(cost.MANY_ROWS), gl.constexpr(cost.MANY_OUTPUTS)
-"""Tile shape."""
+"""schedule: tile shape, which cost.py models."""
 STEP = gl.constexpr(64)
-"""schedule: k extent of a pipeline step, 128 bytes."""
+"""mirrors csrc/sm90/gemm/gemm.cuh:kStep (k extent of a pipeline step, 128 bytes); cost.py models both kernels."""
 MMA_K = 16
 """hardware: k extent of one MMA instruction; leaf lengths are multiples of it."""
 GROUP_SIZE_M = gl.constexpr(8)
@@ -430,22 +430,22 @@ def rejects(p: Product) -> str | None:
     if (why := unsupported(p)) is not None or p.m > SMALL_M:
         return why
     problem = round_up_rows(p.m), p.n, p.k, p.leaves
-    return "tiles are faster" if cost.best_of_tiles(*problem)[0] < cost.many(*problem) else None
+    faster = cost.best_of_tiles(*problem)[0] < cost.many(*problem)
+    return f"speed: linear/cost.py predicts that triton.py is faster for rows = {p.m}" if faster else None
 
 
 def unsupported(p: Product) -> str | None:
     """Return why this kernel cannot compute a GEMM, or None."""
     if p.accumulate:
-        return "out: must not be accumulated into"
-    if {p.a[2], p.b[2]} != {torch.bfloat16}:
-        return "x, weight: must be bf16"
+        return "accumulate: must be False, got True"
+    for name, t in (("x", p.a), ("weight", p.b)):
+        if t[2] != torch.bfloat16:
+            return f"{name}: dtype must be bf16, got {dtype_name(t[2])}"
     if p.leaves not in (1, 2, 4, 8):
         return f"leaves: must be 1, 2, 4 or 8, got {p.leaves}"
     if not p.k or p.k % (p.leaves * MMA_K):
-        return f"k / leaves = {p.k} / {p.leaves}: must be a multiple of {MMA_K}, got {p.k // p.leaves}"
-    if not all(map(tma_compatible, (p.a, p.b, p.out))):
-        return "x, weight, out: rows must be contiguous and 16-byte aligned (TMA)"
-    return None
+        return f"k: must be a positive multiple of {MMA_K} * leaves = {MMA_K * p.leaves}, got {p.k}"
+    return tma_rejects("x", p.a) or tma_rejects("weight", p.b) or tma_rejects("out", p.out)
 
 
 def ways(p: Product) -> list[Cut]:

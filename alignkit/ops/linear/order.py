@@ -1,7 +1,8 @@
-"""Kernels of each GEMM op, fastest first. The order affects speed alone.
+"""Kernels of each GEMM op, fastest first.
 
-`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
-`alignkit doctor --explain` prints the kernels' names; tests compare them.
+`ORDER` maps an op name of `runtime.dispatch.OPS` to its kernels, in the order in which `dispatch.choose` tries them.
+Another order changes no bit. `alignkit doctor --explain` prints the kernels' names.
+Tests and tests/ops/choices.json hold the kernels' names too.
 """
 
 from __future__ import annotations

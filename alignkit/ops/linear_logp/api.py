@@ -1,4 +1,7 @@
-"""Differentiable logprob ops: from hidden states, and from logits. Public: docs/api/ops.md documents both."""
+"""Differentiable logprob ops: `linear_logp` from hidden states, and `logp_from_logits`.
+
+Public: docs/api/ops.md. This file checks arguments; autograd.py computes.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ from ...dist import TP
 from .._calls import op
 from .._common import (
     check_device,
+    check_finite,
     check_flag,
     check_int,
     check_no_overlap,
     check_plain,
+    check_same_device,
     check_tensor,
     check_tp,
     check_weight,
-    checks_values,
     require,
     rows_shape,
 )
@@ -99,10 +103,11 @@ def linear_logp(
         if main_grad is not None:
             check_tensor("main_grad", main_grad, 2, (torch.float32,))
             require(
-                main_grad.shape == weight.shape and main_grad.device == weight.device and main_grad.is_contiguous(),
-                f"main_grad: must be contiguous {tuple(weight.shape)} on {weight.device}, as weight; got "
-                f"{tuple(main_grad.shape)} on {main_grad.device} with strides {main_grad.stride()}",
+                main_grad.shape == weight.shape,
+                f"main_grad: shape must equal weight's {tuple(weight.shape)}, got {tuple(main_grad.shape)}",
             )
+            check_same_device("main_grad", main_grad, "weight", weight)
+            require(main_grad.is_contiguous(), f"main_grad: must be contiguous, got strides {main_grad.stride()}")
             inputs = {"hidden": hidden, "weight": weight, "bias": bias}
             check_plain("target", target)
             if isinstance(temperature, torch.Tensor):
@@ -114,7 +119,7 @@ def linear_logp(
                 | {"target": target, "temperature": temperature}
                 | {f"{name}.grad": t.grad for name, t in inputs.items() if t is not None and t.is_leaf},
             )
-        require(not checks_values(hidden.device) or bool(hidden.isfinite().all()), "hidden: values must be finite")
+        check_finite("hidden", hidden)
         largest = check_per_row(target, temperature, rows, hidden.device, ignore_index)
         return (
             Shards.describe(vocab_start, weight.shape[0], vocab_size),

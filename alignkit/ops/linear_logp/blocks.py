@@ -15,7 +15,7 @@ WORKSPACE = {CPU: 1 << 23, SM90: SM90.sm_count << 20}
 PART_ROWS = {CPU: None, SM90: 4096}
 """schedule: rows of logits computed at a time, so that they are still cached when they are read."""
 EVEN = SM90.sm_count // 2 * VOCAB_TILE
-"""Ids that fill all SMs evenly; block widths are multiples of it if possible."""
+"""schedule: number of ids that fills all SMs evenly; block widths are multiples of EVEN if possible."""
 
 
 def cuts(start: int, stop: int, step: int | None, border: int = 0) -> list[slice]:

@@ -1,4 +1,7 @@
-"""Argument checks shared by api.py and forward.py. Tests compare the texts of errors."""
+"""Argument checks shared by api.py and forward.py.
+
+A change of a message also changes tests/ops/test_bad_input.py.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def check_temperature(temperature, shape: torch.Size, device) -> None:
     check_plain("temperature", temperature)
     require(
         not temperature.is_complex() and not temperature.is_quantized and temperature.dtype != torch.bool,
-        f"temperature: dtype must be a real number type, got {temperature.dtype}",
+        f"temperature: dtype must be a floating-point or integer type, got {temperature.dtype}",
     )
     if is_number(temperature):
         check_number("temperature", temperature.item())
@@ -42,7 +45,7 @@ def check_temperature(temperature, shape: torch.Size, device) -> None:
         )
     require(temperature.device == device, f"temperature: device must be {device}, got {temperature.device}")
     bad = temperature[~(temperature > 0) | temperature.isinf()].tolist() if checks_values(device) else []
-    require(not bad, f"temperature: must be positive and finite, got {bad[:1]}")
+    require(not bad, f"temperature: must be positive and finite, got {bad[0] if bad else None}")
 
 
 def per_row_of(temperature) -> torch.Tensor | None:

@@ -1,4 +1,7 @@
-"""Calls of the C++ kernels of the LM head (csrc/cpu/kernels.inl). reference.py documents the functions."""
+"""Calls of the C++ kernels of the LM head (csrc/cpu/kernels.inl).
+
+reference.py documents the functions and has the same bits.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ import ctypes
 import torch
 
 from ...runtime import cuda
-from ...runtime.operands import Operand
-from ..linear.cuda import tma_bf16
+from ...runtime.operands import Operand, tma_rejects
 from .problem import Head, HeadGradient, HeadProducts
 
 FEW = 256
@@ -47,38 +46,44 @@ class _Head(ctypes.Structure):
 def _unsupported(hidden: Operand, weight: Operand) -> str | None:
     """Return why the kernels are not used for these operands, or None."""
     if hidden[0][0] <= FEW:
-        return f"rows: must be more than {FEW}, got {hidden[0][0]}"
+        return f"rows: must be at least {FEW + 1}, got {hidden[0][0]}"
     if not weight[0][0]:
-        return "vocabulary: must have at least 1 id, got 0"
-    if not tma_bf16(hidden) or not tma_bf16(weight):
-        return "hidden, weight: must be bf16 with contiguous, 16-byte aligned rows (TMA)"
-    return None
+        return "ids: must be at least 1, got 0"
+    return tma_rejects("hidden", hidden, torch.bfloat16) or tma_rejects("weight", weight, torch.bfloat16)
 
 
 def head_statistics_rejects(p: Head) -> str | None:
     """Return why `head_statistics` is not used for a problem, or None."""
-    if p.products is not None and (p.products[1][0] % 4 or not p.products[3]):
-        return "logits: rows must be 16-byte aligned"
+    if p.products is not None and p.products[1][0] % 4:
+        return f"logits: row stride must be a multiple of 16 bytes, got {4 * p.products[1][0]} bytes"
+    if p.products is not None and not p.products[3]:
+        return "logits: address must be a multiple of 16 bytes"
     return _unsupported(p.hidden, p.weight)
 
 
 def head_gradient_rejects(p: HeadGradient) -> str | None:
     """Return why `head_gradient` is not used for a problem, or None."""
-    if not tma_bf16(p.out) or p.out[1][0] - p.out[0][1] >= 8:
-        return "gradient: must be bf16 with rows padded to a multiple of 8"
+    if (why := tma_rejects("logits' gradient", p.out, torch.bfloat16)) is not None:
+        return why
+    (_, ids), (stride, _) = p.out[:2]
+    if stride - ids >= 8:
+        return (
+            f"logits' gradient: row stride must be ids rounded up to a multiple of 8 = {ids + -ids % 8}, got {stride}"
+        )
     return _unsupported(p.hidden, p.weight)
 
 
 def head_products_rejects(p: HeadProducts) -> str | None:
     """Return why `head_products` is not used for a problem, or None."""
     (n, c), d = p.dz[0], p.hidden[0][1]
-    if not n or not c or d % 8:
-        return f"rows, ids and columns: must be nonzero, and columns a multiple of 8, got {n}, {c} and {d}"
-    if not all(map(tma_bf16, (p.dz, p.hidden, p.weight))):
-        return "operands: must be bf16 with contiguous, 16-byte aligned rows (TMA)"
-    if not _is_writable(p.dhidden) or not _is_writable(p.dweight):
-        return "results: must have a layout that the kernel can write"
-    return None
+    if not n or not c:
+        return f"{'ids' if n else 'rows'}: must be at least 1, got 0"
+    if d % 8:
+        return f"k: must be a multiple of 8, got {d}"
+    for name, t in (("logits' gradient", p.dz), ("hidden", p.hidden), ("weight", p.weight)):
+        if (why := tma_rejects(name, t, torch.bfloat16)) is not None:
+            return why
+    return _unwritable("hidden's gradient", p.dhidden) or _unwritable("weight's gradient", p.dweight)
 
 
 def _head(hidden, weight, transform, temperature, target, first: int, count, before: int) -> _Head:
@@ -198,15 +203,19 @@ class _Products(ctypes.Structure):
     ]
 
 
-def _is_writable(out: Operand | None) -> bool:
-    """Return whether the kernels support the layout of this fp32 or bf16 result (None: not requested)."""
+def _unwritable(name: str, out: Operand | None) -> str | None:
+    """Return why the kernels cannot write this fp32 or bf16 result (out is None: not requested), or None."""
     if out is None:
-        return True
+        return None
     (rows, columns), (row, column), dtype, aligned = out
-    if dtype == torch.float32:
-        return column == 1 and row % 4 == 0 and aligned
+    if dtype == torch.float32 and column != 1:
+        return f"{name}: stride of the last dimension must be 1, got {column}"
+    if dtype == torch.float32 and row % 4:
+        return f"{name}: row stride must be a multiple of 16 bytes, got {4 * row} bytes"
     dense = (column == 1 or columns == 1) and (row == columns or rows == 1)
-    return (dense or not rows * columns) and aligned
+    if dtype != torch.float32 and not dense and rows * columns:
+        return f"{name}: must be contiguous, got strides {(row, column)} for shape {(rows, columns)}"
+    return None if aligned else f"{name}: address must be a multiple of 16 bytes"
 
 
 def head_products(dz, hidden, weight, dhidden, dweight, resume: bool, add: bool, count=None, before: int = 0) -> None:

@@ -1,4 +1,7 @@
-"""Ops for rollout engines, forward only: logits of the head, and logprobs of given logits. Public (docs/api/ops.md)."""
+"""Ops for rollout engines, forward only: logits of the head, and logprobs of given logits.
+
+Public: docs/api/ops.md. Every op has the bits of `linear_logp`.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,7 @@ def token_logp(
     check_device("logits", logits)
     check_tensor("token_ids", token_ids, logits.ndim, (torch.int64, torch.int32))
     rows, (vocab, k), device = logits.shape[:-1], (logits.shape[-1], token_ids.shape[-1]), logits.device
-    require(vocab > 0, f"logits: the vocabulary must not be empty, got shape {tuple(logits.shape)}")
+    require(vocab > 0, f"logits: last dimension must be at least 1, got shape {tuple(logits.shape)}")
     if token_ids.shape[:-1] != rows:
         raise InputError(
             f"token_ids: shape must be [{', '.join(map(str, rows))}, K] to match logits, got {list(token_ids.shape)}"
@@ -121,8 +124,9 @@ def token_logp(
     check_temperature(temperature, rows, device)
     backend, t = dispatch.select("linear_logp", device), temperatures(temperature, rows, device)
     if checks_values(device):
-        bad = token_ids[(token_ids < 0) | (token_ids >= vocab)][:1].tolist()
-        require(not bad, f"token_ids: must be in [0, {vocab}), got {bad}")
+        if len(outside := ((token_ids < 0) | (token_ids >= vocab)).nonzero()):
+            at = tuple(outside[0].tolist())
+            raise InputError(f"token_ids: must be in [0, {vocab}), got {int(token_ids[at])} at {at}")
     elif t is not None:
         backend.check_rows(None, t, vocab, -1)
     source, ids = GivenLogits(logits.detach().reshape(-1, vocab)), token_ids.reshape(rows.numel(), k).contiguous()

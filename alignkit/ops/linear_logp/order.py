@@ -1,8 +1,10 @@
-"""Kernels of each op of the LM head, fastest first. The order affects speed alone.
+"""Kernels of each op of the LM head, fastest first.
 
-`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
-The `head_*` kernels fuse the GEMM with its epilogue. Otherwise the products go through memory and a `linear_logp`
-kernel reads them.
+`ORDER` maps an op name of `runtime.dispatch.OPS` to its kernels, in the order in which `dispatch.choose` tries them.
+Another order changes no bit. `alignkit doctor --explain` prints the kernels' names.
+
+The kernels of `head_*` ops fuse the GEMM with its epilogue. Without them, a GEMM writes its products to memory and a
+`linear_logp` kernel reads the products.
 """
 
 from __future__ import annotations

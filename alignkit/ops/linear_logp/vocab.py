@@ -1,4 +1,8 @@
-"""Sharding of the vocabulary over ranks, and the exchange of logits of tiles that span two shards."""
+"""Sharding of the vocabulary over ranks, and the exchange of logits of tiles that span two shards.
+
+A tile has VOCAB_TILE ids from a global multiple of VOCAB_TILE on, for every sharding (contract). The rank that computes
+a tile changes no bit.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ class Shards:
     def describe(start: int, size: int, vocab_size: int | None) -> tuple[int, int, int | None]:
         """Check one rank's shard in isolation; return (start, size, vocab_size)."""
         start = check_int("vocab_start", start, 0)
-        require(size > 0, "logits: this rank's vocabulary shard must not be empty")
+        require(size > 0, "logits: this rank's vocabulary shard must have at least 1 id, got 0")
         return start, size, None if vocab_size is None else check_int("vocab_size", vocab_size, 1)
 
     @classmethod
@@ -47,7 +51,7 @@ class Shards:
             values = [p[2] for p in parts] if name == "vocab_size" else [meta[name] for meta in metas]
             require(
                 all(v == values[0] for v in values),
-                f"{name}: must be equal on all ranks of the tensor-parallel group, got {values} (in {op})",
+                f"{name}: must be equal on all ranks of the tensor-parallel group, got {values} by rank (in {op})",
             )
         end = 0
         for rank, (start, size, _) in enumerate(parts):

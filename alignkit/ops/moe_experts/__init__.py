@@ -13,6 +13,7 @@ import torch
 from ...contract import k_leaves
 from ...contract.experts import ExpertTree
 from ...dist import SINGLE, TP, check_same_across, check_same_values_across
+from ...errors import InputError
 from ...runtime import dispatch
 from ...runtime.operands import Operand, operand
 from .._calls import differentiable_once, op
@@ -295,13 +296,13 @@ def _check_matrices(name: str, given, x: torch.Tensor) -> tuple[int, int, int]:
         check_like(name, given, "x", x)
         shape = tuple(given.shape)
     else:
-        listed = given if isinstance(given, (list, tuple)) else [given]
-        invalid = next((type(w).__name__ for w in listed if not isinstance(w, torch.Tensor)), None)
         require(
-            invalid is None,
-            f"{name}: expected a tensor or a sequence of tensors, got {'one of ' * (listed is given)}{invalid}",
+            isinstance(given, (list, tuple)),
+            f"{name}: expected a tensor, or a list or tuple of tensors, got {type(given).__name__}",
         )
         require(len(given) > 0, f"{name}: must hold at least one expert, got an empty sequence")
+        for e, w in enumerate(given):
+            require(isinstance(w, torch.Tensor), f"{name}: expected a tensor at index {e}, got {type(w).__name__}")
         for e, w in enumerate(given):
             check_tensor(f"{name}[{e}]", w, 2)
             check_like(f"{name}[{e}]", w, "x", x)
@@ -329,11 +330,19 @@ def _check_choice(ids, weights, x: torch.Tensor, experts: int) -> None:
         weights.shape == ids.shape, f"weights: shape must equal ids' {tuple(ids.shape)}, got {tuple(weights.shape)}"
     )
     if checks_values(x.device) and ids.numel():
-        low, high = int(ids.min()), int(ids.max())
-        require(-1 <= low and high < experts, f"ids: must be in [-1, {experts}), got {low} to {high}")
+        if len(outside := ((ids < -1) | (ids >= experts)).nonzero()):
+            at = tuple(outside[0].tolist())
+            raise InputError(
+                f"ids: must be expert ids in [0, {experts}), or -1 for no expert, got {int(ids[at])} at {at}"
+            )
         in_order = ids.sort(dim=-1).values
         duplicate = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
-        require(not bool(duplicate.any()), "ids: the expert ids of a token must be distinct")
+        if len(equal := duplicate.nonzero()):
+            *token, i = equal[0].tolist()
+            raise InputError(
+                f"ids: the expert ids of a token must be distinct, got {int(in_order[(*token, i)])} twice "
+                f"at {tuple(token)}"
+            )
 
 
 def _check(x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, gather) -> dict:
@@ -350,17 +359,22 @@ def _check(x, ids, weights, gate_up, down, num_experts, first_expert, tp, ep, ga
     if num_experts is not None:
         found = check_int("num_experts", num_experts, 1)
         require(
-            found == experts, f"num_experts: must be {experts}, {own} on each of the {ep.size} ranks of ep, got {found}"
+            found == experts,
+            f"num_experts: must be {experts} ({own} on each of the {ep.size} ranks of ep), got {found}",
         )
     require(
         check_int("first_expert", first_expert, 0) == first,
-        f"first_expert: must be {first} on rank {ep.rank} of ep with {own} experts per rank, got {first_expert}",
+        f"first_expert: must be {first} (rank {ep.rank} of ep, {own} experts per rank), got {first_expert}",
     )
     leaves, subtrees = k_leaves(f * tp.size), ExpertTree.of(experts).groups
     require(
-        leaves % tp.size == 0, f"tp: must divide alignkit.contract.k_leaves({f * tp.size}) = {leaves}, got {tp.size}"
+        leaves % tp.size == 0,
+        f"tp: number of ranks must divide alignkit.contract.k_leaves({f * tp.size}) = {leaves}, got {tp.size}",
     )
-    require(subtrees % ep.size == 0, f"ep: must be a power of two that divides experts = {experts}, got {ep.size}")
+    require(
+        subtrees % ep.size == 0,
+        f"ep: number of ranks must be a power of two that divides the {experts} experts, got {ep.size}",
+    )
     _check_choice(ids, weights, x, experts)
     return {
         "x": (tuple(x.shape), str(x.dtype)),

@@ -6,8 +6,8 @@
 - `gradients`: weight gradients.
 - `combine`: the sum over each row's experts.
 
-Triton computes everything else, to the same bits. each.py documents the GEMM functions. FEW, FEW_GATED and FEW_IDS
-affect speed alone; the other bounds are limits of the kernels.
+Triton computes everything else, to the same bits. each.py documents the GEMM functions; few.py adds a down GEMM for few
+rows. FEW, FEW_GATED and FEW_IDS affect speed alone; the other bounds are limits of the kernels.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from ...contract.experts import ExpertTree
 from ...errors import BackendError
 from ...runtime import cuda
-from ...runtime.operands import Operand, tma_compatible
-from .problem import Grouped, Ids, Matrices, Pairs, Rows, on_device
+from ...runtime.operands import Operand, dtype_name, tma_rejects
+from .problem import UNEQUAL_MATRICES, Grouped, Ids, Matrices, Pairs, Rows, on_device
 
 FEW_GATED = 64
 """schedule: average rows per expert up to which Triton computes gate and up; tiles of 128 would be mostly empty."""
@@ -41,10 +41,10 @@ MAP = 128
 def pairs_rejects(p: Ids) -> str | None:
     """Return why `pairs` is not used for a problem, or None."""
     if p.count <= FEW_IDS:
-        return f"ids: must be more than {FEW_IDS}, got {p.count}"
+        return f"rows * top_k: must be more than {FEW_IDS}, got {p.count}"
     if p.experts > MAX_EXPERTS:
         return f"experts: must be at most {MAX_EXPERTS}, got {p.experts}"
-    return None if p.count < 2**31 else f"ids: must be less than 2^31, got {p.count}"
+    return None if p.count < 2**31 else f"rows * top_k: must be less than 2^31, got {p.count}"
 
 
 def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
@@ -74,48 +74,56 @@ def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
 
 def too_few_rows(p: Grouped, rows: int) -> str | None:
     """Return a reason if there are at most `rows` rows per expert on average, or None."""
-    return f"rows per expert: must be over {rows}, got {p.pairs} / {p.experts}" if p.pairs <= rows * p.experts else None
+    if p.pairs > rows * p.experts:
+        return None
+    return f"rows / experts: must be more than {rows}, got {p.pairs} / {p.experts} = {p.pairs / p.experts:.4g}"
 
 
 def unsupported(p: Grouped) -> str | None:
     """Return why none of the GEMM kernels can compute a problem, or None."""
     if p.b is None:
-        return "weights: must have the same strides and alignment for all experts"
-    if {p.a[2], p.b[2]} != {torch.bfloat16}:
-        return "dtype: must be bf16"
+        return UNEQUAL_MATRICES
+    for t in (p.a, p.b):
+        if t[2] != torch.bfloat16:
+            return f"dtype: must be bf16, got {dtype_name(t[2])}"
     if p.experts > MAX_EXPERTS:
         return f"experts: must be at most {MAX_EXPERTS}, got {p.experts}"
     if p.pairs >= 2**31:
         return f"rows: must be less than 2^31, got {p.pairs}"
-    if not (tma_compatible(p.a) and tma_compatible(p.b)):
-        return "operands: rows must be contiguous and 16-byte aligned (TMA)"
-    return None
+    is_gradient = p.out is not None and len(p.out[0]) == 3
+    names = ("output gradients", "inputs") if is_gradient else ("inputs", "expert matrices")
+    return tma_rejects(names[0], p.a) or tma_rejects(names[1], p.b)
 
 
-def _has_vector_rows(out: Operand) -> bool:
-    """Return whether rows can be written 16 bytes at a time."""
-    return tma_compatible(out) and out[0][1] * out[2].itemsize % 16 == 0
+def _vector_rows_reject(name: str, t: Operand) -> str | None:
+    """Return why the rows of `name` cannot be accessed 16 bytes at a time, or None if they can."""
+    if (why := tma_rejects(name, t)) is not None:
+        return why
+    size = t[0][1] * t[2].itemsize
+    return f"{name}: rows must be multiples of 16 bytes, got {size} bytes" if size % 16 else None
 
 
 def gated_rejects(p: Grouped) -> str | None:
     """Return why `gated` is not used for a problem, or None."""
     if not p.gathered:
-        return "rows: must be gathered, not sorted by expert"
+        return "gathered: must be True (rows in the order of tokens), got False (rows sorted by expert)"
     if (why := too_few_rows(p, FEW_GATED) or unsupported(p)) is not None:
         return why
     if p.b[0][0] % 16:  # pyright: ignore[reportOptionalSubscript] - checked by `unsupported`
-        return "features: must be a multiple of 8"
-    return None if p.out is None or p.out[1][0] == p.out[0][1] else "out: rows must be contiguous"
+        return f"n: must be a multiple of 16 (the rows of gate and up), got {p.b[0][0]}"  # pyright: ignore[reportOptionalSubscript]
+    if p.out is not None and p.out[1][0] != p.out[0][1]:
+        return f"out: row stride must equal its {p.out[0][1]} columns, got {p.out[1][0]}"
+    return None
 
 
 def products_unsupported(p: Grouped) -> str | None:
     """Return why `products` cannot compute a problem, or None."""
     if p.gathered:
-        return "rows: must be sorted by expert, not gathered"
+        return "gathered: must be False (rows sorted by expert), got True (rows in the order of tokens)"
     if p.leaves not in (1, 2, 4, 8):
         return f"leaves: must be 1, 2, 4 or 8, got {p.leaves}"
     if p.leaves > 1 and p.a[0][1] % (16 * p.leaves):
-        return f"k / leaves = {p.a[0][1]} / {p.leaves}: must be a multiple of 16, got {p.a[0][1] / p.leaves:g}"
+        return f"k: must be a multiple of 16 * leaves = {16 * p.leaves}, got {p.a[0][1]}"
     return unsupported(p)
 
 
@@ -123,7 +131,7 @@ def products_rejects(p: Grouped) -> str | None:
     """Return why `products` is not used for a problem, or None."""
     if (why := too_few_rows(p, FEW) or products_unsupported(p)) is not None:
         return why
-    return None if p.out is not None and _has_vector_rows(p.out) else "out: rows must be 16-byte aligned"
+    return "out: must be given, got None" if p.out is None else _vector_rows_reject("out", p.out)
 
 
 def gradients_rejects(p: Grouped) -> str | None:
@@ -132,9 +140,12 @@ def gradients_rejects(p: Grouped) -> str | None:
         return why
     if p.pairs == 0:
         return "rows: must be at least 1, got 0"
-    if p.out is None or any(columns % 8 for columns in p.out[0][1:]):
-        return "weights: rows and columns must be multiples of 8"
-    return None if p.out[3] else "out: must be 16-byte aligned"
+    if p.out is None:
+        return "out: must be given, got None"
+    for name, size in zip(("n", "k"), p.out[0][1:], strict=True):
+        if size % 8:
+            return f"{name}: must be a multiple of 8, got {size}"
+    return None if p.out[3] else "out: address must be a multiple of 16 bytes"
 
 
 def _maps(b: Matrices, function: str) -> torch.Tensor:
@@ -167,7 +178,7 @@ def gated(
 ) -> torch.Tensor:
     """Compute gate and up with their activation; see each.py."""
     if row is None:
-        raise BackendError("moe_gated: this kernel supports gathered rows only")
+        raise BackendError("moe_gated: the CUDA kernel needs gathered rows: `row` must be a tensor, got None")
     features, k = b.shape[0] // 2, a.shape[1]
     out = torch.empty(len(row), features, dtype=a.dtype, device=a.device)
     cuda.call(
@@ -200,7 +211,9 @@ def products(
 ) -> None:
     """Compute the GEMMs by `function` of the library; `maps` encodes the descriptors of separate matrices."""
     if row is not None:
-        raise BackendError("moe_products: this kernel supports rows sorted by expert only")
+        raise BackendError(
+            "moe_products: the CUDA kernel needs rows sorted by expert: `row` must be None, got a tensor"
+        )
     cuda.call(
         function,
         a.device,
@@ -228,7 +241,9 @@ def gradients(
 ) -> None:
     """Compute weight gradients; see each.py."""
     if a_row is not None and b_row is not None:
-        raise BackendError("moe_gradients: this kernel supports one operand with gathered rows only")
+        raise BackendError(
+            "moe_gradients: the CUDA kernel needs one of `a_row` and `b_row` to be None, got two tensors"
+        )
     experts, n, k = out.shape
     cuda.call(
         "alignkit_experts_gradients",
@@ -253,9 +268,12 @@ def combine_rejects(p: Rows) -> str | None:
     if p.top_k > MAX_TOP_K:
         return f"top_k: must be at most {MAX_TOP_K}, got {p.top_k}"
     if (p.y[2], p.out[2]) == (torch.float32, torch.bfloat16):
-        return "dtype: must not be fp32 for the experts' outputs with a bf16 result"
-    if not all(_has_vector_rows(t) and t[1][0] == t[0][1] for t in (p.y, p.out)):
-        return "operands: rows must be contiguous and multiples of 16 bytes"
+        return "out_dtype: must be fp32 if dtype is fp32, got bf16"
+    for name, t in (("expert outputs", p.y), ("out", p.out)):
+        if (why := _vector_rows_reject(name, t)) is not None:
+            return why
+        if t[1][0] != t[0][1]:
+            return f"{name}: row stride must equal the {t[0][1]} columns, got {t[1][0]}"
     return None
 
 

@@ -21,7 +21,8 @@ def _experts(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """Return an iterator over (expert, slice of its pairs); synchronizes."""
     if not families.on_host(offsets.device) and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "moe_experts: unsupported during CUDA graph capture with these operands: the host must read row counts"
+            "moe_experts: unsupported during CUDA graph capture: no grouped GEMM kernel supports the operands, so the "
+            "host must read row counts. Pass stacked gate_up and down, of at most 4096 experts per rank"
         )
     return enumerate(slice(*both) for both in itertools.pairwise(offsets.tolist()))
 

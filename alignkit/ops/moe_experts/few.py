@@ -1,6 +1,6 @@
 """CUDA backend: down GEMMs with few rows per expert, at weight-read speed (csrc/sm90/experts/skinny.cu).
 
-Same bits as every other kernel of `moe_products`.
+All kernels of `moe_products` give the same bits; cuda.FEW, the limit of rows per expert, is free (schedule).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .problem import Grouped, Matrices
 def rejects(p: Grouped) -> str | None:
     """Return why this kernel is not used for a problem, or None."""
     if cuda.too_few_rows(p, cuda.FEW) is None:
-        return f"rows per expert: must be at most {cuda.FEW}, got {p.pairs} / {p.experts}"
+        return f"rows / experts: must be at most {cuda.FEW}, got {p.pairs} / {p.experts} = {p.pairs / p.experts:.4g}"
     return cuda.products_unsupported(p) if p.pairs else "rows: must be at least 1, got 0"
 
 

@@ -1,11 +1,12 @@
-"""Triton backend: grouped GEMMs of all experts in one launch, in the order and bits of ../linear/triton.py.
+"""Triton backend: grouped GEMMs of all experts in one launch, with the bits of ../linear/triton.py.
 
 The kernels read the row counts on the device. The grid covers the maximum number of row tiles; programs without rows
-exit immediately. Rows are gathered from their original positions. each.py documents the functions.
+exit immediately. The kernels gather rows by index. each.py documents the functions.
 
-The order of k is the contract's. The number of steps (STEPS) must stay a run-time argument that is not specialized, or
-the compiler may fold the accumulator (../linear/triton.py). Tile sizes and launch options are free, but a step must not
-cross leaves: `products` reduces BLOCK_K to a divisor of the leaf.
+The order of k is the contract's (docs/contract.md, "Mixture of experts"). STEPS, the number of steps, must stay a
+run-time argument without specialization. As a constant it would let the compiler change the order, as
+../linear/triton.py explains. Tile sizes and launch options are free, but a step of k must not cross leaves:
+`products` reduces BLOCK_K to a divisor of the leaf.
 """
 
 from __future__ import annotations
@@ -17,24 +18,28 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import launch
+from ...runtime.operands import dtype_name
 from .._triton import next_power_of_2
 from ..linear.triton import sums
 from ..silu_mul.triton import silu_times
-from .problem import Grouped, Matrices
+from .problem import UNEQUAL_MATRICES, Grouped, Matrices
 
 MAX_EXPERTS = 4096
 """schedule: maximum experts per rank; every program loads the offsets of all experts. cuda.py has a smaller one."""
 GROUP_SIZE_M = 8
-"""schedule: row tiles whose programs follow each other for each column of tiles, so that weights stay in L2."""
+"""schedule: row tiles per rasterization band, so that weights stay in L2."""
 
 
 @triton.jit
 def _expert(OFFSETS, t, E, BY_PAIR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the t-th row tile's expert, its first pair, and the end of the expert's pairs.
 
-    A tile t without pairs returns first >= end. BY_PAIR (fewer pairs than tile slots): tile t starts at pair t, and has
-    no pairs unless that is a multiple of BLOCK_M after the expert's first pair. Otherwise the tiles of expert e, whose
-    pairs start at o, begin at index o // BLOCK_M + e: as many as it needs, or one more.
+    A tile t without pairs returns first >= end.
+
+    - BY_PAIR (fewer pairs than tile slots): tile t starts at pair t. It has pairs only if pair t is a multiple of
+      BLOCK_M after the expert's first pair.
+    - Otherwise: the tiles of expert e begin at index o // BLOCK_M + e, where o is the expert's first pair. The expert
+      has as many tiles as its pairs need, or one more.
     """
     e = tl.arange(0, BLOCK_E)
     ends = tl.load(OFFSETS + 1 + e, mask=e < E, other=2**62)
@@ -199,7 +204,7 @@ def _gradients(
     BLOCK_R: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
 ):
-    """Compute a tile of one expert's weight gradient: a chain over the expert's pairs, in order, then zeros."""
+    """Compute a tile of one expert's weight gradient: a chain over the expert's pairs, in order, padded with zeros."""
     row, column = _tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), GROUP_SIZE_M)
     expert = tl.program_id(1).to(tl.int64)
     n = row.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -327,11 +332,11 @@ def gradients(
 def rejects(p: Grouped) -> str | None:
     """Return why these kernels are not used for a problem, or None."""
     if p.b is None:
-        return "weights: must have the same strides and alignment for all experts"
+        return UNEQUAL_MATRICES
     if p.a[2] != p.b[2]:
-        return f"operands: must have one dtype, got {p.a[2]} and {p.b[2]}"
+        return f"dtype: must be equal for both operands, got {dtype_name(p.a[2])} and {dtype_name(p.b[2])}"
     if p.experts > MAX_EXPERTS:
         return f"experts: must be at most {MAX_EXPERTS}, got {p.experts}"
     if p.out is not None and p.out[1][-1] != 1:
-        return "out: rows must be contiguous"
+        return f"out: stride of the last dimension must be 1, got {p.out[1][-1]}"
     return None

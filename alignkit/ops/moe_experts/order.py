@@ -1,9 +1,11 @@
-"""Kernels of each op of the experts, fastest first. The order affects speed alone.
+"""Kernels of each op of the experts, fastest first.
 
-`dispatch.order` reads `ORDER` by the op names of `dispatch.OPS`.
+`ORDER` maps an op name of `runtime.dispatch.OPS` to its kernels, in the order in which `dispatch.choose` tries them.
+Another order changes no bit. `alignkit doctor --explain` prints the kernels' names.
+
 moe_pairs sorts rows by expert; moe_products, moe_gated (with activation) and moe_gradients are grouped GEMMs;
 moe_combine sums over a row's experts; moe_weigh is a fused step of the backward pass.
-`alignkit doctor --explain` prints the kernels' names; benchmarks/moe.py selects kernels by them.
+Stored results and benchmarks/moe.py hold the kernels' names too, so a new name needs new results.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ from ...errors import UnsupportedError
 from ...runtime import families
 from ...runtime.operands import MAX_CACHED, Operand, operand
 
+UNEQUAL_MATRICES = "expert matrices: strides and 16-byte alignment must be equal for all experts, got different ones"
+"""Reason of the rules that require one operand descriptor for all matrices (`Matrices.operand`)."""
+
 
 class Pairs(NamedTuple):
     """The (row, expert) pairs of this rank's experts, sorted by expert, then by row.
@@ -89,7 +92,10 @@ def on_device(device: torch.device, key: Hashable, make: Callable[[], torch.Tens
     found = _tables.get((device, key))
     if found is None:
         if capturing:
-            raise UnsupportedError("moe_experts: a sequence of matrices must be used once before a CUDA graph capture")
+            raise UnsupportedError(
+                "moe_experts: gate_up and down sequences must be used once before a CUDA graph capture, which copies "
+                "their addresses to the GPU. Call moe_experts with them before the capture"
+            )
         if len(_tables) >= MAX_CACHED:
             _tables.clear()
         found = _tables[device, key] = make().to(device)

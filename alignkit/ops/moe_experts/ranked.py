@@ -1,6 +1,7 @@
 """Triton backend: the sort of at most MAX_IDS ids by expert, in one launch.
 
-The position of an id is the number of smaller keys. Integers alone; block sizes are free.
+The position of an id is the number of smaller keys. All values are integers, so block sizes change no result. pairs.py
+computes the same `Pairs` in torch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _rank(
 
 def rejects(p: Ids) -> str | None:
     """Return why this kernel is not used for a problem, or None."""
-    return f"ids: must be at most {MAX_IDS}, got {p.count}" if p.count > MAX_IDS else None
+    return f"rows * top_k: must be at most {MAX_IDS}, got {p.count}" if p.count > MAX_IDS else None
 
 
 def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:

@@ -12,12 +12,12 @@ from .._calls import differentiable_once, op
 from .._common import (
     as_rows,
     check_device,
+    check_finite,
     check_flag,
     check_int,
     check_number,
     check_same_device,
     check_tensor,
-    checks_values,
     require,
 )
 from .problem import Routing
@@ -108,12 +108,13 @@ def check(logits, top_k, score, normalize, bias, groups, top_groups, scale) -> R
     among = n // groups * top_groups
     require(
         top_k <= among,
-        f"top_k: must be at most {among}, the experts{' in the best groups' * (groups > 1)}, got {top_k}",
+        f"top_k: must be at most {among}, the number of experts"
+        f"{f' in top_groups = {top_groups} groups' * (groups > 1)}, got {top_k}",
     )
     if bias is not None:
-        require(sigmoid, "bias: must be None unless score is 'sigmoid'")
+        require(sigmoid, f"bias: must be None unless score is 'sigmoid', got a bias with score {score!r}")
         check_tensor("bias", bias, 1, (torch.float32,))
         require(tuple(bias.shape) == (n,), f"bias: expected shape ({n},), got {tuple(bias.shape)}")
         check_same_device("bias", bias, "logits", logits)
-        require(not checks_values(bias.device) or bool(bias.isfinite().all()), "bias: values must be finite")
+        check_finite("bias", bias)
     return Routing(top_k, sigmoid, normalize, groups, top_groups, scale)

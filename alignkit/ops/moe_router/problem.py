@@ -1,4 +1,7 @@
-"""Checked options of the router, as its kernels read them."""
+"""Checked options of the router, as its kernels read them.
+
+`moe_router.check` fills them. The router's kernel depends on the device alone, so there are no rules.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .reference import LEAST
 
 ABSENT = tl.constexpr(-(2**31))
 """hardware: key of absent leaves, below the keys of all numbers."""
-SUM = tl.constexpr(LEAST)
+SUM = tl.constexpr(LEAST)  # contract: reference.py defines it
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""C++ qk_norm_rope: the rms_norm kernel, then the rope kernel (no kernel of its own)."""
+"""C++ qk_norm_rope: the rms_norm kernel, then the rope kernel. No fused kernel exists for CPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference qk_norm_rope: the RMSNorm reference, then the rope reference."""
+"""Reference qk_norm_rope: the RMSNorm reference, then the rope reference, whose bits are the contract's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Triton qk_norm_rope: queries and keys in one launch, one row per token and head.
 
-Each row is computed as by `rms_norm` and then `rope`, including the rounding of the intermediate result to the model
-type. The gradients are computed as by the two backward passes, rounded between them likewise.
-The arithmetic is that of ../rms_norm/triton.py and ../rope/triton.py; ELEMENTS, TREE_LEVELS and num_warps are free.
+The bits are those of `rms_norm` followed by `rope`, and of their two backward passes. The result between the two ops is
+rounded to the model type. A change of the arithmetic in ../rms_norm/triton.py or ../rope/triton.py must be repeated
+here (docs/contract.md, "RMSNorm" and "RoPE"). ELEMENTS, TREE_LEVELS and num_warps are free.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _rows(
     R: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    """Normalize and rotate R rows."""
+    """Normalize and rotate R rows of X, each a head of a token; H heads per token, HALF rotated pairs."""
     T: tl.constexpr = Y.dtype.element_ty
     r = block.to(tl.int64) * R + tl.arange(0, R)
     t, ok = r // H, r < rows
@@ -245,7 +245,7 @@ def _rows_grad(
         rotated = valid[:, None] & (j < 2 * HALF)[None, :]
         dn = tl.where(rotated, tl.where((j < HALF)[None, :], first, second), a).to(T).to(tl.float32)
         this_x, this_rstd, mask = x.to(tl.float32), rstd[:, None], valid[:, None] & (j < DIM)[None, :]
-        # Prefetch the next rows while these are reduced.
+        # Prefetch the next rows while the current rows are reduced.
         valid = (r + 1 < rows) & (i + 1 < ROWS)
         dy, partner, cos, sin, x, rstd = _load(
             DY, X, RSTD, POS, TABLE, r + 1, valid, j, positions, syt, syh, sxt, sxh, H, DIM, HALF

@@ -66,10 +66,12 @@ def check(x, weight, eps: float, residual=None, name: str = "x", weight_name: st
     check_device(name, x)
     check_tensor(weight_name, weight, 1)
     check_like(weight_name, weight, name, x)
-    if not weight.shape[0] == x.shape[-1] > 0:
+    if weight.shape[0] != x.shape[-1]:
         raise InputError(
-            f"{weight_name}: shape must be ({x.shape[-1]},), {name}'s last dimension > 0, got {tuple(weight.shape)}"
+            f"{weight_name}: shape must be ({x.shape[-1]},) to match {name}'s last dimension, got {tuple(weight.shape)}"
         )
+    if not x.shape[-1]:
+        raise InputError(f"{name}: last dimension must be at least 1, got shape {tuple(x.shape)}")
     if residual is not None:
         check_tensor("residual", residual)
         check_like("residual", residual, name, x)

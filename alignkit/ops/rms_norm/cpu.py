@@ -1,4 +1,4 @@
-"""Calls of the C++ RMSNorm kernels (csrc/cpu/kernels.inl); dweight is a chain over rows, vectorized over columns."""
+"""Calls of the C++ RMSNorm kernels (csrc/cpu/kernels.inl), with the bits of reference.py."""
 
 from __future__ import annotations
 

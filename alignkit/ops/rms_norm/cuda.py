@@ -1,7 +1,7 @@
 """CUDA RMSNorm (csrc/sm90/rms_norm/rms_norm.cu): bf16 backward, and forward of long rows without a residual.
 
-All other problems are computed by Triton, with the same bits. The names and order of the fields of ctypes structures
-must equal the library's, which is checked when this file is imported.
+Triton computes all other problems, with the same bits. The names and order of the fields of ctypes structures must
+equal the library's, which is checked at import.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import torch
 
 from ...runtime import cuda
+from ...runtime.operands import dtype_name
 from . import triton
 from .problem import Norm
 
@@ -56,26 +57,33 @@ class _NormGrad(ctypes.Structure):
 def forward_rejects(p: Norm) -> str | None:
     """Return why the forward kernel does not take a problem, or None if it does."""
     if p.tensors[0][0][-1] == TRITON_FORWARD:
-        return f"h = {TRITON_FORWARD}: not used, the Triton kernel is as fast"
-    return _reject(p, MIN_FORWARD)
+        return f"speed: the Triton kernel is as fast for h = {TRITON_FORWARD}"
+    return _reject(p, MIN_FORWARD, ("x", "weight"))
 
 
 def backward_rejects(p: Norm) -> str | None:
     """Return why the backward kernel does not take a problem, or None if it does."""
-    return _reject(p, MIN_BACKWARD)
+    return _reject(p, MIN_BACKWARD, ("x", "dy", "weight", "d_total"))
 
 
-def _reject(p: Norm, above: int) -> str | None:
-    """Return why a kernel for rows of more than `above` elements does not take a problem, or None if it does."""
+def _reject(p: Norm, above: int, names: tuple[str, ...]) -> str | None:
+    """Return why a kernel for rows of more than `above` elements does not take a problem, or None if it does.
+
+    `names` are the names of ``p.tensors``, of which the last may be absent.
+    """
     shape = p.tensors[0][0]
     h = shape[-1]
     if not above < h <= MAX_COLUMNS or h % 8:
-        return f"h: must be a multiple of 8 above {above} and at most {MAX_COLUMNS}, got {h}"
+        return f"h: must be a multiple of 8 in [{above + 8}, {MAX_COLUMNS}], got {h}"
     if not 0 < math.prod(shape[:-1]) <= MAX_ROWS:
         return f"rows: must be in [1, {MAX_ROWS}], got {math.prod(shape[:-1])}"
-    for _, strides, dtype, aligned in p.tensors:
-        if dtype != torch.bfloat16 or not aligned or any(s % 8 for s in strides[:-1]):
-            return "tensors: must be bf16 with 16-byte aligned addresses and strides"
+    for name, (_, strides, dtype, aligned) in zip(names, p.tensors, strict=False):
+        if dtype != torch.bfloat16:
+            return f"{name}: dtype must be bf16, got {dtype_name(dtype)}"
+        if not aligned:
+            return f"{name}: address must be a multiple of 16 bytes"
+        if any(s % 8 for s in strides[:-1]):
+            return f"{name}: leading strides must be multiples of 8 elements (16 bytes), got {strides}"
     return None
 
 
@@ -103,8 +111,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dx + d_total [..., H] and dweight [H] rounded to dweight_dtype, for contiguous dy and d_total.
 
-    chains: a schedule, which changes no bit: the number of dweight chains (1, 2, 4 or 8) that are summed in registers
-    before one partial sum is written; -n: n first, then fewer, as on a device that holds one CTA; 0: automatic.
+    `chains` (schedule) is the number of dweight chains that a CTA sums in registers before it writes one partial sum:
+    1, 2, 4 or 8; 0: automatic. -n: n chains first, then fewer, as on a device that holds one CTA.
     """
     h = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -166,7 +166,7 @@ def _rms_norm_grad(
     next_dy, next_x, next_rstd = _load(DY, X, RSTD, r, r < rows, j, heads, sxt, sxh, H)
     for i in range(ROWS):
         dy, x, rstd = next_dy.to(tl.float32), next_x.to(tl.float32), next_rstd[:, None]
-        # Prefetch the next rows while these are reduced.
+        # Prefetch the next rows while the current rows are reduced.
         next_dy, next_x, next_rstd = _load(DY, X, RSTD, r + 1, (r + 1 < rows) & (i + 1 < ROWS), j, heads, sxt, sxh, H)
         dx, dw = _gradients(dy, x, w, rstd, dw, H, LEVELS)
         ok = (r < rows)[:, None] & (j < H)[None, :]

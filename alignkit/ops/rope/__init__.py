@@ -86,7 +86,7 @@ def rope_table(
     base = check_number("base", base)
     require(
         scaling is None or isinstance(scaling, Scaling),
-        f"scaling: must be an alignkit.contract.rope.Llama3 or Yarn, got {type(scaling).__name__}",
+        f"scaling: must be None, or an alignkit.contract.rope.Llama3 or Yarn, got {type(scaling).__name__}",
     )
     if scaling is not None:
         _check_scaling(scaling, base)
@@ -111,7 +111,7 @@ def _check_scaling(scaling: Scaling, base: float) -> None:
             f"got {scaling.low_freq_factor}",
         )
     else:
-        require(base > 1, f"base: must exceed 1 for YaRN, got {base}")
+        require(base > 1, f"base: must be more than 1 for YaRN, got {base}")
 
 
 @op
@@ -150,15 +150,18 @@ def check(x, positions, table, name: str = "x", rotary_dim: int | None = None) -
         check_same_device(other_name, t, name, x)
     require(positions.shape[0] == x.shape[0], f"positions: must have {x.shape[0]} entries, got {positions.shape[0]}")
     require(x.shape[2] > 0 and x.shape[2] % 2 == 0, f"{name}: head_dim must be even and positive, got {x.shape[2]}")
+    head_dim, columns = x.shape[2], table.shape[1]
     if rotary_dim is None:
-        require(table.shape[1] == x.shape[2], f"table: must have {name}'s {x.shape[2]} columns, got {table.shape[1]}")
+        require(columns == head_dim, f"table: must have {head_dim} columns, {name}'s head_dim, got {columns}")
     else:
         rotary_dim = check_int("rotary_dim", rotary_dim, 1)
         require(
-            rotary_dim % 2 == 0 and rotary_dim <= x.shape[2],
-            f"rotary_dim: must be even and at most {name}'s head_dim {x.shape[2]}, got {rotary_dim}",
+            rotary_dim % 2 == 0 and rotary_dim <= head_dim,
+            f"rotary_dim: must be even and at most {name}'s head_dim {head_dim}, got {rotary_dim}",
         )
-        require(table.shape[1] == rotary_dim, f"table: must have rotary_dim {rotary_dim} columns, got {table.shape[1]}")
-    if positions.numel() and checks_values(positions.device):
-        low, high = int(positions.min()), int(positions.max())
-        require(0 <= low and high < table.shape[0], f"positions: must be in [0, {table.shape[0]}), got {low} to {high}")
+        require(columns == rotary_dim, f"table: must have rotary_dim = {rotary_dim} columns, got {columns}")
+    if checks_values(positions.device):
+        outside = ((positions < 0) | (positions >= table.shape[0])).nonzero()
+        if len(outside):
+            at = int(outside[0])
+            raise InputError(f"positions: must be in [0, {table.shape[0]}), got {int(positions[at])} at index {at}")

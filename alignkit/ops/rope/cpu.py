@@ -1,4 +1,7 @@
-"""Calls of the C++ RoPE kernels (csrc/cpu/kernels.inl); GPUs use the CPU's table too."""
+"""Calls of the C++ RoPE kernels (csrc/cpu/kernels.inl), with the bits of reference.py.
+
+GPUs use copies of the table that `table` computes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the C++ sigmoid_mul kernels (csrc/cpu/kernels.inl)."""
+"""Calls of the C++ sigmoid_mul kernels (csrc/cpu/kernels.inl), with the bits of reference.py."""
 
 from __future__ import annotations
 

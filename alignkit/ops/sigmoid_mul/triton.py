@@ -1,4 +1,7 @@
-"""sigmoid_mul on GPUs: torch, with the exp and the sum of the sm90 family."""
+"""sigmoid_mul on GPUs: reference.py's torch code, with the exp and the sum of the sm90 family.
+
+The bits are the contract's (docs/contract.md, "Mixture of experts").
+"""
 
 from __future__ import annotations
 

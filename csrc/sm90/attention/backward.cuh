@@ -1,5 +1,6 @@
-// Shared by the attention backward kernels: arguments, tile scheduler, tile producer, fragment helpers, kernel frame
-// and launch.
+// Shared by backward.cu and backward_256.cu: arguments, tile scheduler, tile producer, fragment helpers, kernel frame
+// and launch. Those two files hold the block producers and the arithmetic, and state the order of summation.
+// Tile order, registers and launch shape change no bits. kBlock is fixed.
 #pragma once
 #include <algorithm>
 
@@ -30,6 +31,7 @@ namespace {
 using Problem = AlignkitAttentionBackward;
 
 constexpr int kBlock = 64;  // schedule: rows per streamed block; divides kStatisticsPad
+static_assert(kBlock == 64, "pack_operand and the wgmmas of compute() process 64 x 64 score tiles");
 
 struct Tile {
   int s;  // sequence; -1: no tile left
@@ -38,9 +40,9 @@ struct Tile {
   int head;   // query head for dQ, KV head for dK/dV
 };
 
-// The tile scheduler of a CTA, run by one warp. A tile's level grows with the number of blocks that it streams. Tiles
-// are numbered level by level, the highest level first. The CTA takes one tile per wave of gridDim.x tiles, in snake
-// order.
+// The tile scheduler of a CTA, run by one warp. `level` is a tile's length class: it grows with the number of blocks
+// that the tile streams. Tiles are numbered class by class, the longest class first. The CTA takes one tile per wave of
+// gridDim.x tiles, in snake order.
 template <int kRows, bool kDkv>
 struct TileScheduler {
   const Problem& p;
@@ -179,8 +181,8 @@ __global__ void __launch_bounds__(Shared::threads, 1)
     sh.init();
     fence_mbarrier_init();
   }
-  // dQ is launched first. dK/dV reads nothing that dQ writes: it starts on free SMs once every dQ CTA has passed
-  // griddep_wait, so its inputs are complete. It waits for dQ at its end, so that its completion implies that of dQ.
+  // PDL: dQ is launched first. Each dQ CTA waits for the kernels before dQ, then lets dK/dV start. So dK/dV starts with
+  // complete inputs, and it reads nothing that dQ writes. It waits for dQ only at its end: when dK/dV is done, dQ is.
   if (!dkv) griddep_wait();
   griddep_launch_dependents();
   __syncthreads();

@@ -173,8 +173,9 @@ __device__ __forceinline__ int tile_blocks(const Problem& p, const Tile& t) {
 }
 
 // The tile scheduler of a CTA, run by one warp.
-// Tile j of a sequence has level context / positions + j, roughly its number of keys. Tiles are numbered level by
-// level, the highest level first. The CTA takes one tile per wave of gridDim.x tiles, in snake order.
+// Tile j of a sequence has the length class (`level`) context / positions + j, which grows with its number of keys.
+// Tiles are numbered class by class, the longest class first. The CTA takes one tile per wave of gridDim.x tiles, in
+// snake order.
 struct TileScheduler {
   const Problem& p;
   int head_tiles, level = -1, base = 0, wave = 0, tiles_before = 0;

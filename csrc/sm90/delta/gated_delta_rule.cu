@@ -17,8 +17,8 @@
 // Warp specialization: besides the consumers, a CTA has four warps. One loads by TMA, one per consumer warpgroup
 // stores, and the rest compute the factors of the gates and scale do.
 //
-// Order of summation: that of docs/contract.md. Per chunk, D continues one chain over the rows of q, then over those of
-// w.
+// Order of summation (docs/contract.md, "Gated delta rule"): per chunk, D continues one chain over the rows of q, then
+// over the rows of w.
 //
 // Launch: one persistent CTA per SM, 256 or 384 threads. Clusters take tasks (state, part of V) round-robin, or, for
 // packed sequences, from a queue, longest first.

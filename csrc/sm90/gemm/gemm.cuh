@@ -24,7 +24,7 @@ namespace {
 constexpr int kRows = 128;         // schedule: tile rows per CTA
 constexpr int kGroupRows = 64;     // hardware: rows per warpgroup, the M of wgmma
 constexpr int kColumns = 256;      // schedule: tile columns per CTA; a multiple of VOCAB_TILE for head/linear_logp.cu
-constexpr int kStep = 64;          // schedule: k per pipeline stage (one 128-byte swizzled row)
+constexpr int kStep = 64;          // hardware: k per pipeline stage, a row of 128 bytes, the largest TMA swizzle
 constexpr int kStages = 4;         // schedule: TMA pipeline depth
 constexpr int kClusterSize = 2;    // schedule: CTAs per cluster
 constexpr int kBand = 16;          // schedule: cluster tiles per rasterization band (4096 rows), whose rows stay in L2

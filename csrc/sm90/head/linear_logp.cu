@@ -1,10 +1,15 @@
-// The LM head fused with log-softmax: GEMM logits = hidden . weight^T. The epilogue computes from the accumulators the
-// contract's statistics per tile of 128 ids (forward) or the gradient of the logits (backward). The GEMM's output goes
-// to memory only if `products` is given.
+// The LM head fused with log-softmax: the GEMM hidden . weight^T with an epilogue on its accumulators. The forward
+// epilogue computes the contract's statistics of each tile of 128 ids. The backward epilogue computes the gradient of
+// the logits. The forward pass stores the GEMM's output only if `products` is given.
 //
 // - Tile, warp specialization, launch shape: gemm/gemm.cuh; rows are tokens, columns are vocabulary ids.
 // - Order of summation (docs/contract.md): each logit is one chain over k. The statistics are a maximum and integer
 //   sums, so their order does not matter.
+// - The formulas of `logit`, `Statistics` and `Gradient`, and kTile, are the contract's ("Log-softmax over the
+//   vocabulary"): they change bits.
+//
+// The arguments of alignkit/ops/linear_logp/cuda.py are in AlignkitHead. alignkit_cuda_error, at the end, serves the
+// kernels of all files; it stays here because another place would change the layout of the compiled code.
 #include <cmath>
 #include <type_traits>
 
@@ -54,8 +59,8 @@ __device__ __forceinline__ float logit(float x, const Transform& transform, floa
   return x;
 }
 
-// Epilogue of the forward pass: per row and tile, m = max z, q = sum of rint(2^23 e) and, with kEntropy, u = sum of
-// rint(2^23 e (m - z)), where e = exp(z - m); and the target's logit.
+// Epilogue of the forward pass. Per row and tile, with e = exp(z - m): m = max z, q = sum of rint(2^23 e), and with
+// kEntropy u = sum of rint(2^23 e (m - z)). Per row: the target's logit.
 template <bool kEntropy, bool kPlain>
 struct Statistics : FromZero {
   Transform transform;
@@ -186,7 +191,8 @@ struct Statistics : FromZero {
   }
 };
 
-// Epilogue of the backward pass: the gradient of the GEMM's output, in bf16, from those of logp and (kEntropy) entropy.
+// Epilogue of the backward pass: the gradient of the GEMM's output, in bf16, from the gradients of logp and, with
+// kEntropy, of the entropy.
 template <bool kEntropy, bool kPlain>
 struct Gradient : FromZero {
   Transform transform;
@@ -348,5 +354,5 @@ extern "C" int alignkit_head_gradient(const AlignkitHead* h, const float* lse, c
   });
 }
 
-// The message of a cudaError_t; alignkit/runtime/cuda.py calls it for the kernels of all files.
+// Return the message of a cudaError_t. alignkit/runtime/cuda.py calls it for the kernels of all files.
 extern "C" const char* alignkit_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

@@ -3,8 +3,8 @@
 //
 // - Tile, warp specialization, launch shape: gemm/gemm.cuh; weight, dz^T and hidden are MN-major (kTransposed).
 // - Order of summation (docs/contract.md): each output is one chain, over ids for dhidden and over rows for dweight.
-//   The chain starts from zero or from the output; the result is stored in fp32, rounded to bf16, or added in fp32 to
-//   the output.
+//   The chain starts from zero or from the output. The result is stored in fp32, rounded to bf16, or added in fp32 to
+//   the output. These choices change bits: alignkit/ops/linear_logp/cuda.py makes them by the contract.
 // - Overlap: dweight starts on clusters that are idle in dhidden's last wave (Order::kOverlap).
 #include "../../interface.h"
 #include "../gemm/gemm.cuh"

@@ -1,5 +1,5 @@
 // ex2.approx.ftz, and the exponential of the sm90 contract: exp(x) = ex2(x * log2 e), the product rounded to fp32
-// (docs/contract.md).
+// (docs/contract.md, "On Hopper GPUs"). Changing either function changes bits and the contract id.
 // In CPU tests tests/ops/cuda_on_cpu/ptx/exponential.cuh stands in for this file: names and signatures must match.
 #pragma once
 

@@ -2,8 +2,9 @@
 // round-robin; CTAs run one after another. Plain code stands in for shuffles, barriers, tensor core and TMA.
 //
 // test_attention_on_cpu.py and test_rms_norm_on_cpu.py copy this folder over csrc/sm90, so that ptx/ replaces its
-// headers. This file has the CUDA names that these kernels use, with CUDA's signatures. Clusters and __half are left
-// out.
+// headers. This file has the CUDA names that these kernels use, with CUDA's signatures; each ptx/NAME.cuh has the
+// functions of csrc/sm90/ptx/NAME.cuh, with the same signatures. A kernel that uses a new name needs it here too, or it
+// fails to compile. Clusters and __half are left out.
 //
 // The emulator has the layouts and the order of operations of the hardware, not its timing. A wgmma is computed at the
 // warpgroup_wait for its group, from the registers and shared memory as they are then. Fibers switch only where a

@@ -1,7 +1,4 @@
-"""Stand-in for TransformerEngine 2.16's `RMSNorm` module.
-
-alignkit finds it by this path and reads its weight and eps.
-"""
+"""TransformerEngine 2.16's `RMSNorm` module. alignkit finds it by this path and reads its weight and eps."""
 
 from ..ops import RMSNorm as _RMSNormOp
 

@@ -1,7 +1,7 @@
 """Attention backends, the children of TransformerEngine's `DotProductAttention`.
 
-Only `UnfusedDotProductAttention` computes. An aligned parent ignores both children, and
-rejects children that have parameters.
+Only `UnfusedDotProductAttention` computes. An aligned parent ignores both children, and rejects children that have
+parameters.
 """
 
 import contextlib

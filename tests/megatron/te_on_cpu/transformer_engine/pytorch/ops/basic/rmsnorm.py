@@ -1,4 +1,4 @@
-"""Stand-in for TransformerEngine 2.16's RMSNorm operation, in fp32 by torch."""
+"""TransformerEngine 2.16's RMSNorm operation, in fp32 by torch: the base class of the `RMSNorm` module."""
 
 import torch
 

@@ -1,6 +1,7 @@
-"""A reference MoE model composed of alignkit's ops on unsharded weights. Engines must match it bit for bit.
+"""Reference logprobs of an MoE model: alignkit's ops composed on unsharded weights, without an engine.
 
-The MoE tests of vLLM and of Megatron-core compare with it.
+tests/vllm/test_experts.py and tests/megatron/test_moe.py require equal bits from the real engines. A new router or
+expert option of `Experts` (alignkit/models) needs its line here.
 """
 
 import torch

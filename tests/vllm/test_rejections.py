@@ -1,4 +1,8 @@
-"""Rejection of unsupported options and models, by name, when the engine configuration is created."""
+"""Rejection of unsupported options and models, by name, when real vLLM creates its engine configuration.
+
+No engine starts. The tests match texts of alignkit/vllm/refuse.py and policy.py; tests/megatron/configs.json holds the
+published models that must be accepted.
+"""
 
 import json
 import os
@@ -109,7 +113,7 @@ def test_unsupported_engine_options_are_rejected(process, checkpoint, name, opti
     "name, env, device",
     [
         ("VLLM_USE_V2_MODEL_RUNNER .V2 model runner.: must be 0", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "cpu"),
-        ("device: alignkit does not support cuda yet", {}, "cuda"),
+        ("device: must be cpu with this version of vLLM, got cuda", {}, "cuda"),
         ("VLLM_BATCH_INVARIANT: must be 0 or unset", {"VLLM_BATCH_INVARIANT": "1"}, "cpu"),
         ("VLLM_USE_BREAKABLE_CUDAGRAPH", {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, "cpu"),
     ],
@@ -122,7 +126,9 @@ def test_unsupported_runners_devices_and_variables_are_rejected(process, checkpo
 def test_ray_v1_and_custom_executors_are_rejected(process, checkpoint):
     """Ray's V1 executor bypasses the worker's execute_model, which checks the model."""
     process(check_config_for, checkpoint(), {}, "cpu", "ray")
-    with pytest.raises(UnsupportedError, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND: must be 1; Ray's V1 executor"):
+    with pytest.raises(
+        UnsupportedError, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND: must be 1, because Ray's V1 executor"
+    ):
         process(check_config_for, checkpoint(), {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}, "cpu", "ray")
     own = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     with pytest.raises(UnsupportedError, match=f"distributed_executor_backend: must be one of uni, .*, got {own}"):
@@ -130,7 +136,7 @@ def test_ray_v1_and_custom_executors_are_rejected(process, checkpoint):
 
 
 def compilation_reasons(state, chosen):
-    """Return the refusals of a compilation config under a vLLM version with CUDA graphs, which needs a GPU."""
+    """Return the reasons against a compilation config under a vLLM version with CUDA graphs, which needs a GPU."""
     import types
 
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
@@ -152,7 +158,7 @@ def compilation_reasons(state, chosen):
 
 
 def model_reasons(state, version, architecture):
-    """Return the refusals of a model architecture under a vLLM version."""
+    """Return the reasons against a model architecture under a vLLM version."""
     import types
 
     from alignkit.vllm.refuse import _model_reasons
@@ -165,7 +171,7 @@ def model_reasons(state, version, architecture):
 def test_models_unsupported_by_a_version_are_named(process):
     assert process(model_reasons, "0.32", "Glm4MoeForCausalLM") == []
     reasons = [
-        "architectures: Glm4MoeForCausalLM is not supported with this version of vLLM, in which its routers are plain "
+        "architectures: Glm4MoeForCausalLM is not supported with this version of vLLM, because its routers are plain "
         "torch.nn.Linear"
     ]
     assert process(model_reasons, "0.26", "Glm4MoeForCausalLM") == reasons

@@ -1,4 +1,7 @@
-"""Functions that the MoE tests run on each rank, with real Megatron-core."""
+"""Functions that the MoE tests run on each rank, with real Megatron-core: test_moe.py, test_moe_cuda.py, test_te.py.
+
+The ranks unpickle them by name. layouts.py provides the process groups, workers.py the calls of dense models.
+"""
 
 import contextlib
 import re

@@ -1,4 +1,8 @@
-"""Unsupported models, settings and inputs are rejected by name when the model is built or called."""
+"""Unsupported models, settings and inputs are rejected by name when a real Megatron model is built or called.
+
+The tests match texts of alignkit/megatron/policy.py and of the checks. test_arguments.py tests invalid arguments, and
+test_replaced.py methods and hooks that others replace.
+"""
 
 import types
 
@@ -34,7 +38,7 @@ def model(checkpoint, patched):
         ("mtp_num_layers", 1, "MTP"),
         ("pipeline_dtype", torch.float32, "must equal params_dtype"),
         ("context_parallel_size", 2, "must be 1, the size of the model's context-parallel group"),
-        ("context_parallel_size", 8, "must divide query heads = 4, got 8"),
+        ("context_parallel_size", 8, "must divide the 4 query heads, got 8"),
         ("cp_comm_type", "a2a+p2p", "no hierarchical context parallelism"),
         ("cp_comm_type", ["p2p", "a2a+p2p"], "no hierarchical context parallelism"),
         ("hierarchical_context_parallel_sizes", [2, 2], "hierarchical context parallelism"),
@@ -139,12 +143,12 @@ def test_yarn_factor_without_yarn_frequencies_is_rejected(model):
 @pytest.mark.parametrize("field, value", [("low_freq_factor", 2.0), ("original_max_position_embeddings", 4096)])
 def test_llama3_scaling_that_megatron_lacks_is_rejected(field, value, checkpoint, patched):
     path = checkpoint("llama", rope_scaling=ROPES["llama3"] | {field: value})
-    with pytest.raises(UnsupportedError, match=r"rope_scaling: .*which Megatron-core hard-codes"):
+    with pytest.raises(UnsupportedError, match=r"rope_scaling: .*because Megatron-core hard-codes"):
         workers.build(path, torch.bfloat16)
 
 
 def test_changed_rotary_frequencies_are_rejected(model):
-    """Some frameworks scale them after the model is built, without a setting."""
+    """Some frameworks scale the frequencies after the model is built, without a setting."""
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq / 2
     with pytest.raises(UnsupportedError, match="rotary"):
         model(TOKENS, None, None)
@@ -297,14 +301,18 @@ def packed(ends, **fields):
 
 
 def test_inconsistent_packed_seq_params_are_rejected(model):
-    for ends in ([2, 3], [3, 2, 4], [4, 5]):
-        with pytest.raises(InputError, match=f"cu_seqlens .* end at 4.* got 0, {', '.join(map(str, ends))}"):
+    for ends, wrong in (
+        ([2, 3], "the last value 3"),
+        ([3, 2, 4], "2 after 3 at index 2"),
+        ([4, 5], "the last value 5"),
+    ):
+        with pytest.raises(InputError, match=f"cu_seqlens_q(_padded)?: .* end at 4.* got {wrong}"):
             model(TOKENS, None, None, packed_seq_params=packed(ends))
-    with pytest.raises(InputError, match="max_seqlen = 2, got 1, 3"):
+    with pytest.raises(InputError, match=r"max\(max_seqlen_q, max_seqlen_kv\) = 2 tokens, got 3 tokens in sequence 1"):
         model(TOKENS, None, None, packed_seq_params=packed([1, 4], max_seqlen_q=2, max_seqlen_kv=2))
-    with pytest.raises(InputError, match="cu_seqlens_q(_padded)? and cu_seqlens_kv(_padded)? must be given and equal"):
+    with pytest.raises(InputError, match="cu_seqlens_kv(_padded)?: must equal .*, got 3 instead of 2 at index 1"):
         model(TOKENS, None, None, packed_seq_params=packed([2, 4], cu_seqlens_kv=torch.tensor([0, 3, 4])))
-    with pytest.raises(InputError, match="cu_seqlens_q(_padded)? and cu_seqlens_kv(_padded)? must be given and equal"):
+    with pytest.raises(InputError, match="cu_seqlens_kv(_padded)?: must equal .*, which has 3 values, got 2 values"):
         model(TOKENS, None, None, packed_seq_params=packed([2, 4], cu_seqlens_kv=torch.tensor([0, 4])))
     with pytest.raises(UnsupportedError, match="bshd"):
         model(TOKENS, None, None, packed_seq_params=packed([2, 4], qkv_format="bshd"))
@@ -335,7 +343,7 @@ def test_sequence_length_that_the_ranks_do_not_divide_is_rejected(model):
     model.config.sequence_parallel, model.config.tensor_model_parallel_size = True, 2
     with pytest.raises(
         InputError,
-        match="input_ids: sequence parallelism requires a number of tokens per sequence divisible by tp = 2, got 3",
+        match="input_ids: the number of tokens .* must be a multiple of tensor_model_parallel_size = 2 .*, got 3",
     ):
         model(torch.tensor([[1, 2, 3]]), None, None)
 
