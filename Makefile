@@ -1,5 +1,6 @@
 # make check: the drift check on this machine's CPU.  make test: the tests.  make test-slow: the slowest tests.
-# make lint: ruff, pyright, spelling and wording.  make docs: the documentation site.  Each target sets up .venv first.
+# make lint: ruff, pyright, spelling and wording.  make docs: the documentation site.  make tables: its generated tables.
+# These targets set up .venv first.  The gpu-* targets and make kernels use the installed python3 instead.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
@@ -41,8 +42,8 @@ fuzz: setup
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
 # The gpu-* targets run on a machine with Hopper GPUs on which torch, triton, pytest, vLLM (0.24 to 0.26) and Megatron-core 0.19.2
-# are installed. They use no network and no virtual environment, and write JSON to $(RESULTS). In a checkout without git
-# history, ALIGNKIT_COMMIT names the commit.
+# are installed. They use no network and no virtual environment, and write JSON to $(RESULTS), whichever Hopper GPU runs
+# them. In a checkout without git history, ALIGNKIT_COMMIT names the commit.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
 gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-long gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-qk gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels

@@ -1,8 +1,8 @@
 """The command line `alignkit`: check, compare, bisect, doctor, serve, watch.
 
 This file parses options, prints results and sets the exit status; the commands' work is in the modules they import.
-Names of commands and options, and exit statuses, are public. Help texts may change; docs/drift.md and docs/bisect.md
-list the same options.
+Names of commands and options, and exit statuses, are public. Help texts may change. docs/drift.md (check, compare, exit
+statuses), docs/bisect.md and docs/monitor.md (watch) list the same options.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ STATUSES = """\b
 Exit status:
   0    success: all compared values are bitwise equal, all tests passed
   1    a difference was found or a test failed; no other outcome exits with 1
-  2    usage error: unknown command or option, missing argument, or a value of the wrong type
-  3    refused: an invalid or unsupported value, file, model or environment
+  2    usage error: unknown command or option, missing argument, or a value that
+       the parser rejects, such as text for a number, or --port 70000
+  3    refused: any other invalid or unsupported value, file, model or environment
   4    failed: an error in an engine, a kernel or the operating system
   5    unexpected error: use `alignkit --traceback COMMAND ...` to locate it
   130  interrupted by Ctrl-C or SIGTERM
@@ -45,7 +46,7 @@ BISECT_FAMILIES = {
 }
 """Families that `alignkit bisect` supports: dense, or MoE with a softmax router."""
 SERVE_HELP = """\
-Usage: alignkit serve MODEL [VLLM SERVE OPTIONS]...
+Usage: alignkit serve [MODEL] [VLLM SERVE OPTIONS]...
 
 Run vLLM's server (`vllm serve`) with alignkit's patch. Its logprobs are then
 bitwise equal to the logprobs of a patched Megatron-core model. alignkit refuses
@@ -71,6 +72,22 @@ class FamilyName(click.Choice):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return super().convert(value.replace("_", "-"), param, ctx).replace("-", "_")
+
+
+class IntegerFrom(click.ParamType):
+    """An integer of at least `low` and, if given, at most `high`; unlike click.IntRange, its help shows no range."""
+
+    name = "integer"
+
+    def __init__(self, low: int, high: int | None = None):
+        self._low, self._high = low, high
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number = click.INT.convert(value, param, ctx)
+        if number < self._low or (self._high is not None and number > self._high):
+            wanted = f"at least {self._low}" if self._high is None else f"in [{self._low}, {self._high}]"
+            self.fail(f"must be {wanted}, got {number}", param, ctx)
+        return number
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=STATUSES)
@@ -105,8 +122,8 @@ def cli(settings: dict, with_traceback: bool) -> None:
     "--model-family",
     metavar="FAMILY",
     type=FamilyName(FAMILIES),
-    help="Family of the random-weight model; ignored with --model.  [default: qwen3, and two additional pairs with "
-    "qwen3-moe unless --training is given]" + _block("FAMILY is one of:", FamilyName(FAMILIES).choices),
+    help="Family of the random-weight model; ignored with --model.  [default: qwen3; without --training, also "
+    "qwen3-moe in two rollout-training pairs]" + _block("FAMILY is one of:", FamilyName(FAMILIES).choices),
 )
 @click.option(
     "--out",
@@ -130,22 +147,24 @@ def cli(settings: dict, with_traceback: bool) -> None:
     "--full",
     is_flag=True,
     help="Test every rollout setup against every training setup, in every dtype; takes longer. Without --full, the "
-    "first dtype tests every rollout against training tp1-padded, and every training against one batched rollout. The "
-    "other dtype tests two pairs of rollout and training.",
+    "first --dtype (default: bfloat16) tests every rollout setup against training setup tp1-padded, and every training "
+    "setup against rollout setup batch. The second dtype tests only two pairs.",
 )
 @click.option(
     "--training",
     "trainings",
     metavar="SETUP",
     multiple=True,
-    help="Test only this training setup, against one batched rollout; repeatable. --full is then ignored. --tp N is "
-    "then needed only for a random-weight model with more than 4 tensor-parallel ranks."
+    help="Test only this training setup, against rollout setup batch; repeatable. --full is then ignored. With "
+    "--training, --tp only sets the number of KV heads of the random-weight model: pass --tp N if a SETUP has tpN with "
+    "N > 4."
     "\n\n\b\n"
     "SETUP: tpN[-sp][-epN][-te][-ppN][-cpN]-BATCH\n"
     "  tpN    tensor-parallel size\n"
     "  sp     sequence parallelism\n"
     "  epN    expert-parallel size\n"
-    "  te     TransformerEngine's layer spec\n"
+    "  te     TransformerEngine's layer spec (must be\n"
+    "         installed)\n"
     "  ppN    pipeline-parallel size\n"
     "  cpN    context-parallel size\n"
     "  BATCH  one (a sequence per micro-batch),\n"
@@ -187,6 +206,24 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
 
     The exit status is 0 if all logprobs of the aligned engines are bitwise equal, and 1 if any differ; differences of
     stock engines do not count. `alignkit --help` lists the other statuses.
+
+    \b
+    Rollout setups (vLLM; N is the value of --tp if more than 1):
+      batch            all prompts at once
+      one              one request at a time
+      chunked          all prompts, at most 64 tokens per step
+      prefix           the prompts a second time, with a warm prefix cache
+      prompt_logprobs  the tokens sampled by batch, evaluated as a prompt
+      eager            batch without torch.compile or CUDA graphs (GPUs only)
+      tpN              batch on N tensor-parallel ranks
+      tpN-ep           tpN with whole experts on each rank (MoE only)
+      dpN-ep           batch on N data-parallel replicas that share the experts
+                       (MoE only)
+
+    \b
+    Training setups (Megatron-core) if --training is not given; their form is
+    SETUP below:
+      tp1, tpN, tpN-sp; MoE also tp1-epN, tpN-sp-epN; each with -one and -padded
 
     \b
     Examples:
@@ -245,10 +282,10 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
 @click.option(
     "--worst",
     metavar="N",
-    type=click.IntRange(min=0),
+    type=IntegerFrom(0),
     default=10,
     show_default=True,
-    help="Number of tokens to print, those with the largest differences first.",
+    help="Number of tokens to print, those with the largest differences first; at least 0.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
@@ -300,12 +337,14 @@ def _left_out(count: int) -> str:
     + _block("Supported architectures:", (family.architecture for family in BISECT_FAMILIES.values())),
 )
 @click.option(
+    "--model-family",
     "--arch",
+    "arch",
     metavar="FAMILY",
     type=FamilyName(BISECT_FAMILIES),
     default="qwen3",
-    help="Family of the random-weight model; ignored with --model. `alignkit check` calls this option --model-family."
-    "  [default: qwen3]" + _block("FAMILY is one of:", FamilyName(BISECT_FAMILIES).choices),
+    help="Family of the random-weight model; ignored with --model. --arch is another name of this option.  [default: "
+    "qwen3]" + _block("FAMILY is one of:", FamilyName(BISECT_FAMILIES).choices),
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True, help="Model dtype.")
 @click.option(
@@ -384,18 +423,19 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
     \b
     Settings of a side follow a colon, separated by commas:
       tp=N               tensor-parallel size (vLLM, Megatron-core); default 1
-      chunk=N            most tokens per step (vLLM); default: all tokens
+      chunk=N            largest number of tokens per step (vLLM's
+                         max_num_batched_tokens); default: all tokens
       batch_invariant=1  vLLM's batch-invariant mode (stock-vllm on a GPU);
                          default: off
       mode=MODE          micro-batches (Megatron-core, hf): padded (default),
                          one (one sequence each), or packed
                          (aligned-megatron only)
 
-    vLLM runs eagerly, without torch.compile and CUDA graphs. Writes bisect.json, report.html, the recordings and the
+    vLLM runs eagerly, without torch.compile or CUDA graphs. Writes bisect.json, report.html, the recordings and the
     engines' logs to --out.
 
     The exit status is 0 if nothing differs, and 1 if an activation or logprob differs. `alignkit --help` lists the
-    other statuses; 4 includes an engine whose second run gives other bits.
+    other statuses. 4 is also returned if an engine gives other bits when bisect runs it a second time (see --budget).
 
     \b
     Examples:
@@ -414,6 +454,8 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
     op, _, to = (swap or "").partition("=")
     if swap and to != "aligned":
         raise InputError(f"swap: must have the form OP=aligned, such as linear=aligned, got {swap!r:.80}")
+    if budget < 1:
+        raise InputError(f"budget: must be at least 1 MiB, got {budget}")
     options = runs.Options(
         a,
         b,
@@ -452,10 +494,11 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
     "--explain",
     "op",
     metavar="OP",
-    help="Print the kernel that alignkit selects for OP with the sizes and dtypes NAME=VALUE, and for each other "
-    "kernel the reason against it. An unknown OP prints the list of ops. A missing NAME=VALUE prints the names that OP "
-    "requires. The name rows is the number of tokens (M of a GEMM). Two more names are family (default: sm90, Hopper "
-    "GPUs) and backend (default: the family's fastest). Requires no GPU.",
+    help="Print which kernel alignkit selects for OP, and why it skips each other kernel. NAME=VALUE gives the sizes "
+    "and dtypes; `--explain list` prints every OP with the names that it requires or may have. The name rows is the "
+    "number of tokens (M of a GEMM), and for moe_products, moe_gated and moe_gradients the number of token-expert "
+    "pairs. family is the device family (default: sm90, Hopper GPUs), backend the kernels' language (default: the "
+    "family's fastest). Requires no GPU.",
 )
 @click.option(
     "--recipe",
@@ -469,8 +512,8 @@ def doctor(op, recipe, problem) -> int:
     """Check the installation and test the kernels.
 
     Prints the versions, contract, kernels, backends and patches of this environment. Then compares the ops' results
-    with stored bits ("golden bits"), and tests that a row's bits do not depend on the other rows of a batch. --explain
-    and --recipe replace all of these checks.
+    with stored bits ("golden bits"), and tests that a row's bits do not depend on the other rows of a batch. With
+    --explain or --recipe, none of these checks run.
 
     \b
     Examples:
@@ -479,8 +522,8 @@ def doctor(op, recipe, problem) -> int:
       alignkit doctor --recipe run_qwen3_8b_megatron.sh
 
     The exit status is 0 if all tests pass, and 1 if any fails. With --recipe it is 0 if all settings are supported,
-    otherwise 3. With --explain it is 0 if the kernel was printed, and 3 for an unknown OP or an invalid or missing
-    NAME=VALUE. `alignkit --help` lists the other statuses.
+    otherwise 3. With --explain it is 0 if the kernel or the list was printed, and 3 for an unknown OP or an invalid or
+    missing NAME=VALUE. `alignkit --help` lists the other statuses.
     """  # noqa: D301 - click reads the control character \b
     if recipe is not None:
         from .integrations import recipe as recipes
@@ -509,7 +552,7 @@ def doctor(op, recipe, problem) -> int:
 
 
 @cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="MODEL [VLLM SERVE OPTIONS]...")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL] [VLLM SERVE OPTIONS]...")
 def serve(arguments) -> None:
     """Run `vllm serve` with alignkit's patch."""
     if any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in arguments):
@@ -534,10 +577,10 @@ def serve(arguments) -> None:
 @click.option(
     "--port",
     metavar="N",
-    type=click.IntRange(0, 65535),
+    type=IntegerFrom(0, 65535),
     default=8765,
     show_default=True,
-    help="Port to listen on; 0 selects a free port.",
+    help="Port to listen on, in [0, 65535]; 0 selects a free port.",
 )
 def watch(directory, host, port) -> int:
     """Show the drift of a training run in a browser, live.

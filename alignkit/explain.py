@@ -29,7 +29,8 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class Words:
     """Arguments in the form ``name=value``.
 
-    An op reads the names that it takes. A name without a default is required; `missing` collects the absent ones.
+    An op reads the names that it takes. A name without a default is required. `used` collects the names that were read,
+    with their values; `missing` collects the required names that were absent.
     """
 
     def __init__(self, words: Sequence[str]):
@@ -200,13 +201,18 @@ def explain(op: str, words: Sequence[str]) -> Iterator[str]:
     """Yield lines of text that explain the choice of a kernel.
 
     Args:
-        op: A key of `dispatch.OPS`.
+        op: A key of `dispatch.OPS`, or "list" for the names that each op takes.
         words: The problem, as ``name=value`` words such as ``rows=64``.
 
     Raises:
         InputError: If the op is unknown, or the words are not the ones that the op takes.
         BackendError: If the kernels of the device family cannot be imported.
     """
+    if op == "list":
+        for name in dispatch.OPS:
+            required, optional = _names(name)
+            yield f"{name:<20} {', '.join(required) or '-'}; optional: {', '.join(optional)}"
+        return
     parts = [name for name, folder in dispatch.OPS.items() if folder == dispatch.OPS.get(op, op) and name in DESCRIBED]
     if op not in dispatch.OPS and parts:
         raise InputError(f"op: must be one of the parts of {op} ({', '.join(parts)}), got {op!r}")
@@ -251,4 +257,16 @@ def _described(op: str, backend: str, given: Words) -> Any:
     else:
         if not given.missing:
             return problem
-    raise InputError(f"{', '.join(given.missing)}: required, for example {given.missing[0]}=64")
+    required, optional = _names(op)
+    raise InputError(
+        f"{', '.join(given.missing)}: required, for example {given.missing[0]}=64. {op} requires "
+        f"{', '.join(required)}; optional names: {', '.join(optional)}"
+    )
+
+
+def _names(op: str) -> tuple[list[str], list[str]]:
+    """Return the names that an op requires, and the names that have a default."""
+    words = Words([])  # all values are placeholders or defaults
+    if op in DESCRIBED:
+        DESCRIBED[op](families.SM90.backends[0], words)
+    return words.missing, [*(name for name in words.used if name not in words.missing), "family", "backend"]

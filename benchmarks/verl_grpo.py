@@ -1,7 +1,8 @@
 """verl's GRPO with and without the external_lib setting: ``make gpu-verl``, or ``python benchmarks/verl_grpo.py``.
 
 The benchmark runs `examples/verl/grpo.sh` on a random-weight model with Qwen3-0.6B's sizes and a toy task. Both are
-generated, so nothing is downloaded. verl's metrics of each step, from its file logger, are written to verl.json:
+generated, so nothing is downloaded. verl's metrics of each step, from its file logger, are written to
+benchmarks/results/h200/verl.json, which ``tables.py`` reads:
 
     {"runs": [{"aligned", "rollout_tp", "training", "made_on", "steps": [{metric: value}]}]}
 

@@ -1,4 +1,4 @@
-"""Logprob bits of the installed vLLM against the installed Megatron-core: ``python benchmarks/versions.py``.
+"""Logprob bits of the installed vLLM against the installed Megatron-core: ``make gpu-versions``, on a CPU too.
 
 Aligned vLLM samples from a small random-weight Qwen3, and aligned Megatron-core recomputes the logprobs of padded and
 packed micro-batches. Two GPUs or the CPU also run TP with sequence parallelism, two pipeline stages, and CP.

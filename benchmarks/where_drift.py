@@ -1,7 +1,8 @@
 """Origin of the drift of stock engines, by op: ``make gpu-where-drift``, or ``python benchmarks/where_drift.py``.
 
 Engines process the same tokens with the same weights in separate processes, and record the output of each point of the
-model, as `alignkit bisect` does. where_drift.json gets a row for each case once both its engines are done. The cases:
+model, as `alignkit bisect` does. benchmarks/results/h200/where_drift.json gets a row for each case once both its
+engines are done. The cases:
 
 ``stock``, ``batch_invariant``, ``hf``, ``aligned``
     Stock vLLM in eager mode, the same with VLLM_BATCH_INVARIANT=1, and Hugging Face, each against stock Megatron-core;

@@ -70,7 +70,9 @@ def test_library_without_a_source_hash_is_rejected(load, tmp_path):
     library = tmp_path / "_cpu.so"
     subprocess.run(["c++", "-shared", "-x", "c++", "-", "-o", library], input=b"int nothing;", check=True)
     load(native, library)
-    with pytest.raises(BackendError, match=r"_cpu.so: must be built from this alignkit's sources .*, got unknown"):
+    with pytest.raises(
+        BackendError, match=r"_cpu.so: must be built from this alignkit's sources .*, got a library without a hash"
+    ):
         native.library()
 
 
@@ -177,16 +179,16 @@ def test_every_field_mismatch_with_a_c_struct_is_detected():
         for what, changed in wrong.items():
             other = type("Other", (ctypes.Structure,), {"_fields_": changed})
             with pytest.raises(  # noqa: PT012 - the second statement names the change that was not detected
-                BackendError, match=f"^{name}: the struct's layout differs"
+                BackendError, match=f"got another layout of the struct {name} "
             ):
                 built.check_layout(library, name, other)
                 pytest.fail(f"{name}: the struct was accepted with a wrong field: {what}")
     layout = {name: (field.offset, field.size) for name, field in ((f[0], getattr(struct, f[0])) for f in fields)}
     assert layout["rounded"][1] == layout["add"][1]  # two fields of one type, swapped: only their names differ
     swapped = [({"rounded": "add", "add": "rounded"}.get(f[0], f[0]), f[1]) for f in fields]
-    with pytest.raises(BackendError, match="AlignkitHeadProducts: .*add at"):
+    with pytest.raises(BackendError, match="AlignkitHeadProducts .*add at"):
         cuda.mirrors("AlignkitHeadProducts")(type("Other", (ctypes.Structure,), {"_fields_": swapped}))
-    with pytest.raises(BackendError, match="^NoSuch: the library reports no layout"):
+    with pytest.raises(BackendError, match="^_sm90.so: must be of the same version .*without the struct NoSuch"):
         cuda.mirrors("NoSuch")(struct)
 
 
@@ -208,7 +210,9 @@ def test_reading_the_instruction_set_does_not_select_one():
         assert f"{'CPU kernels':<15} built, generic" in doctor.facts()
         assert native.isa() == "generic"
         with (
-            pytest.raises(BackendError, match="isa: must be an instruction set that this machine supports, got 'sse9'"),
+            pytest.raises(
+                BackendError, match="isa: must be avx512, avx2 or generic, and supported by this machine, got 'sse9'"
+            ),
             native.use_isa("sse9"),
         ):
             pytest.fail("the unknown instruction set was accepted")

@@ -22,7 +22,12 @@ from ..models.config import read_architecture
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 MAX_POSITION = 4096
+"""Default of `max_position`; the drivers of check and bisect limit sequences by it before they write a model."""
 HEADS, KV_HEADS = 8, 4
+"""Defaults of `heads` and `kv_heads`.
+
+`check.run` writes at least --tp KV heads. The help of `check --training` and docs/drift.md state the 4.
+"""
 _ROPE_BASE = 10000.0
 _NORM_EPS = 1e-6
 

@@ -1,8 +1,9 @@
 """Plan of a check: the rows of its table, and the engine jobs that compute them. Each job runs in its own process.
 
 Names of rollouts and trainings (see `Row`) are stored in check.json and benchmarks/results. `alignkit check --training`
-takes the names of trainings. `rollout` and `train` document the fields of a job. Prompt lengths and chunk size are test
-inputs: changing them needs no other change, but new rows are not comparable with stored ones.
+takes the names of trainings, and its help lists the rollouts. `rollout` and `train` document the fields of a job.
+docs/drift.md states prompt lengths and chunk size. They are test inputs: after a change of them, new rows are not
+comparable with stored rows.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from ..errors import InputError
 ROLLOUT, TRAINING = "alignkit.check.rollout", "alignkit.check.train"
 """Modules that rollout and training jobs run."""
 DTYPES = ("bfloat16", "float32")
+"""Values of `--dtype` in the order of the default; `alignkit.cli.DTYPES` is equal (tests/cli/test_status.py)."""
 PROMPT_LENGTHS = (3, 17, 64, 65, 129, 190, 256, 300)
 """Lengths below, at and above multiples of a chunk; the long prompts fill prefix-cache blocks."""
 CHUNK = 64
-"""Tokens per step of a `chunked` rollout."""
+"""Largest number of tokens per step of a `chunked` rollout."""
 MIXTURE = "qwen3_moe"
 """Family of the MoE model in `mixture_rows`."""
 _KINDS = ("chunked", "eager", "v1", "ep", "routed", "ep-routed")
@@ -267,9 +269,9 @@ def jobs(
 ) -> list[Job]:
     """Return the engine jobs of `wanted`, rows of one model: rollouts first, then by descending number of ranks.
 
-    models: HF directory by dtype. chunk: tokens per step of a ``chunked`` rollout. micro_batch: maximum tokens of a
-    training micro-batch, padding included; None for a single micro-batch. prefix: prefix of the jobs' names. experts:
-    the models are MoE; expert choices are saved, on GPUs for the ``routed`` rollouts only.
+    models: HF directory by dtype. chunk: largest number of tokens per step of a ``chunked`` rollout. micro_batch:
+    maximum tokens of a training micro-batch, padding included; None for a single micro-batch. prefix: prefix of the
+    jobs' names. experts: the models are MoE; expert choices are saved, on GPUs for the ``routed`` rollouts only.
     """
     rollout_jobs: list[Job] = []
     training_jobs: list[Job] = []

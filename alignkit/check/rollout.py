@@ -53,6 +53,7 @@ GPU_SHARE = 0.3
 Actual use is the weights plus `cache_bytes`.
 """
 RUNNERS = {"v1": "0", "v2": "1"}
+"""Values of VLLM_USE_V2_MODEL_RUNNER by the job's ``runner``."""
 ENVIRON = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

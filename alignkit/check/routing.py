@@ -83,8 +83,9 @@ class _Routers:
         moe_layers = [module for module in model.modules() if isinstance(module, MoERunner)]
         if len(gates) != len(moe_layers):
             raise UnsupportedError(
-                f"routing: vLLM's model must have one router (a module named gate) per MoE layer, got {len(gates)} "
-                f"routers for {len(moe_layers)} MoE layers"
+                "model: vLLM's model must have one router (a module with a name that ends in .gate) per MoE layer (a "
+                f"module of class MoERunner), because alignkit check records the routers' scores, got {len(gates)} "
+                f"routers and {len(moe_layers)} MoE layers. This model or vLLM version is not supported"
             )
         model.register_forward_pre_hook(self._step, with_kwargs=True)
         for i, (gate, moe_layer) in enumerate(zip(gates, moe_layers, strict=True)):
@@ -100,7 +101,8 @@ class _Routers:
         """Return the recorded logits, fp32 [rows, layers, experts]; NaN where a row was not computed."""
         if self._logits is None:
             raise InputError(
-                "routing: no MoE layer ran, so no router logits were recorded. Omit routing for a dense model."
+                'runs: "routing" requires a model with MoE layers, but vLLM ran none, so no router scores were '
+                'recorded. Omit "routing" for a dense model.'
             )
         return torch.cat([self._logits[i * self._longest :][: length - 1] for i, length in enumerate(lengths)])
 

@@ -33,7 +33,7 @@ from .forks import Fork
 from .machine import family, gpus, installed, machine, most_ranks, no_room, require_environment
 from .model import HEADS, KV_HEADS, MAX_POSITION, make_checkpoint
 from .plan import Job, Row
-from .train import check_layout
+from .train import check_layout, check_spec
 
 _LOG_TAIL = 30
 """Number of log lines in an error message."""
@@ -43,6 +43,8 @@ INSTALL = {
     "transformers": "Run pip install transformers.",
 }
 """Remedies for a missing engine, keyed by its module."""
+_CHANGED = "The file was changed, or another run wrote to the same --out; run the check again with a new --out"
+"""Cause and remedy if an engine's file does not hold the prompts of this run."""
 _MARK = ".alignkit-{}"
 """Marker file of an output directory; the named command may delete its earlier results there."""
 
@@ -61,7 +63,7 @@ class Options:
     dtypes: subset of `plan.DTYPES`.
     tp: maximum tensor-parallel size; 1 omits tensor-parallel rows. None: 2, or 1 on a machine with one GPU.
     full: every pair of rollout and training instead of a subset.
-    trainings: names of trainings, as in `plan.Row`; replaces the default rows by these trainings against a batch.
+    trainings: names of trainings, as in `plan.Row`. Only these are then compared, each with the rollout ``batch``.
     max_tokens: tokens sampled per prompt.
     temperature: sampling temperature.
     seed: seed of weights, prompts and sampling.
@@ -257,7 +259,7 @@ def bisect_command(options: Options, result: Result) -> str | None:
 def compare_rows(rows: list[Row], out: Path, prompts: list[list[int]]) -> list[Compared]:
     """Compare the files that the engines of `rows` wrote below `out`.
 
-    Raises WorkerError if a file does not match its job.
+    Raises WorkerError if a file does not hold the contract and prompts that its engine was started with.
     """
     loaded: dict[Path, Logprobs] = {}
     compared = []
@@ -296,7 +298,8 @@ def _check_options(options: Options) -> Architecture | None:
         raise InputError(f"seed: must be in [0, 2^32), got {options.seed}")
     if not options.timeout > 0:
         raise InputError(f"timeout: must be positive, got {options.timeout}")
-    plan.against_batch([], options.trainings)
+    for row in plan.against_batch(options.dtypes, options.trainings):
+        check_spec(row.spec)
     check_out(options.out)
     if options.model is not None:
         return _check_model(options.model, options)
@@ -312,7 +315,10 @@ def check_out(out: Path, command: str = "check") -> None:
         if not out.is_dir():
             raise InputError(f"out: must be a directory, got a file: {out}")
         if any(out.iterdir()) and not (out / _MARK.format(command)).exists():
-            raise InputError(f"out: must be new, empty, or hold results of an earlier alignkit {command}, got {out}")
+            raise InputError(
+                f"out: must be new, empty, or hold results of an earlier alignkit {command}, got {out}, which holds "
+                "other files. Pass another directory"
+            )
 
 
 def _check_model(path: Path, options: Options) -> Architecture:
@@ -389,7 +395,7 @@ def execute(
                 waiting.remove(job)
                 job.drop_runs(missing)
                 if job.needs and not job.outputs:
-                    failures[job.name] = "its inputs were not written"
+                    failures[job.name] = "not started, because the engines that write its input files failed"
                     progress.ended(job, 0.0, failures[job.name])
                     continue
                 taken = distinct[:slots]
@@ -504,17 +510,27 @@ def _tail(job: Job, out: Path) -> str:
 
 
 def _read(path: Path, patched: bool, prompts: list[list[int]]) -> Logprobs:
-    """Read a worker's file; raise WorkerError if its contract, prompts or tokens do not match the job."""
+    """Read an engine's file; raise WorkerError if its contract, prompts or tokens are not those of this run."""
     logprobs = load(path)
     contract = family().contract_id if patched else "stock"
     if logprobs.contract != contract:
-        raise WorkerError(f"{path}: contract: expected {contract!r}, got {logprobs.contract!r}")
-    if logprobs.prompts != prompts:
-        given = logprobs.prompts
-        if len(given) != len(prompts):
-            raise WorkerError(f"{path}: prompts: expected {len(prompts)} prompts as in the job, got {len(given)}")
-        differing = next(i for i, prompt in enumerate(prompts) if given[i] != prompt)
-        raise WorkerError(f"{path}: prompts[{differing}]: must equal the job's prompt, got other token ids")
+        engine = "a patched" if patched else "an unpatched"
+        raise WorkerError(
+            f"{path}: contract: expected {contract!r}, that of {engine} engine on this machine, got "
+            f"{logprobs.contract!r}"
+        )
+    given = logprobs.prompts
+    if len(given) != len(prompts):
+        raise WorkerError(
+            f"{path}: prompts: must be the {len(prompts)} prompts that alignkit check gave the engine, got "
+            f"{len(given)}. {_CHANGED}"
+        )
+    differing = [i for i, prompt in enumerate(prompts) if given[i] != prompt]
+    if differing:
+        raise WorkerError(
+            f"{path}: prompts[{differing[0]}]: must be the prompt that alignkit check gave the engine, got other "
+            f"token ids. {_CHANGED}"
+        )
     empty = [i for i, tokens in enumerate(logprobs.tokens) if not tokens]
     if empty:
         raise WorkerError(f"{path}: tokens[{empty[0]}]: must have at least one sampled token, got none")

@@ -1,4 +1,8 @@
-"""Terminal output of `alignkit check` and `alignkit bisect` while engines run."""
+"""Terminal output of `alignkit check` and `alignkit bisect` while engines run.
+
+Tables and summaries are in the two report.py files. Texts are for people and may change; docs/drift.md and
+docs/bisect.md quote them. `alignkit watch` uses `interrupted_by_sigterm` too.
+"""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ file. If ``ep`` exceeds ``tp``, the additional ranks are data-parallel, and all 
 model is stock Megatron-core: it includes padded vocabulary columns in the softmax, accepts packed input only with
 TransformerEngine's attention, and materializes the logits of a whole micro-batch.
 
-`plan` writes the jobs. `alignkit.drift.bisect.megatron_side` calls `launch` with its own function instead of a job's
-runs.
+`plan` writes the jobs: a new field changes `_FIELDS` here and `plan.jobs`. `alignkit.drift.bisect.megatron_side` calls
+`launch` with its own function, which replaces the runs. `layout` runs the forward under pipeline and context
+parallelism.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ from alignkit.errors import InputError, UnsupportedError
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SPECS = ("local", "te")
 IGNORE = -100
+"""Label of a position without a logprob."""
 _FAILURE = "failure"
+"""Key of the first failing rank's traceback in the ranks' store."""
 
 
 def run_job(job: dict[str, Any]) -> None:
@@ -110,6 +113,7 @@ def _ranks(job: dict[str, Any]) -> int:
 
 
 _SIZES = ("tp", "ep", "pp", "cp")
+"""Fields of a job with a parallel size."""
 _FIELDS = {"model", "dtype", "patched", *_SIZES, "sequence_parallel", "spec", "temperature", "micro_batch", "runs"}
 
 
@@ -120,7 +124,7 @@ def _check(job: dict[str, Any]) -> None:
         )
     for field in ("model", "dtype", "patched", "tp", "runs"):
         if field not in job:
-            raise InputError(f"job: field {field!r} is required")
+            raise InputError(f"job: field {field!r} is missing")
     if job["dtype"] not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {job['dtype']!r}")
     for field in _SIZES:
@@ -148,12 +152,7 @@ def check_layout(
     architecture: Architecture, *, patched: bool, tp: int, ep: int = 1, pp: int = 1, cp: int = 1, spec: str = "local"
 ) -> None:
     """Raise InputError or UnsupportedError if this worker cannot build `architecture` with this parallel layout."""
-    if spec not in SPECS:
-        raise InputError(f"spec: expected one of {', '.join(SPECS)}, got {spec!r}")
-    if spec == "te" and not installed("transformer_engine"):
-        raise UnsupportedError(
-            "spec: te requires TransformerEngine, which is not installed. Install transformer-engine, or omit te."
-        )
+    check_spec(spec)
     architecture.check_tp(tp)
     check_ep(architecture, ep)
     if ep > 1 and max(tp, ep) % min(tp, ep):
@@ -169,6 +168,17 @@ def check_layout(
     if ep > 1 and pp * cp > 1:
         raise UnsupportedError(
             f"ep: must be 1 if pp or cp is more than 1 in alignkit check, got ep = {ep}, pp = {pp}, cp = {cp}"
+        )
+
+
+def check_spec(spec: str) -> None:
+    """Raise InputError for an unknown layer spec, and UnsupportedError if the package that it requires is missing."""
+    if spec not in SPECS:
+        raise InputError(f"spec: expected one of {', '.join(SPECS)}, got {spec!r}")
+    if spec == "te" and not installed("transformer_engine"):
+        raise UnsupportedError(
+            "spec: te requires TransformerEngine, which is not installed. Run pip install --no-build-isolation "
+            "'transformer-engine[pytorch]', or omit te from --training."
         )
 
 

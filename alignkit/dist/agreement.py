@@ -1,7 +1,7 @@
 """Host-side all-gather of small Python objects, used for collective checks before an op computes.
 
 Messages travel over CPU tensors, never through a GPU, so nothing here synchronizes with a device. All ranks must
-run the same code: the message format has no version.
+run the same version of alignkit: the message format has no version.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def all_gather_objects(group: dist.ProcessGroup, value: Any, label: str = "tenso
             messages = _all_gather_bytes(backend, size, message, longest + _LENGTH)
     except RuntimeError as e:
         raise BackendError(
-            f"{label} group: rank {dist.get_rank(group)} of {size} could not exchange messages with the other ranks, "
-            f"one of which may have died: {e}"
+            f"{label} group: rank {dist.get_rank(group)} of {size} could not exchange messages with the other ranks: "
+            f"{e}. Another rank may have died; see the output of all ranks"
         ) from e
     return [pickle.loads(received) for received in messages]
 

@@ -32,7 +32,7 @@ from ..runtime import cuda, dispatch, families
 DTYPES = (torch.float32, torch.bfloat16)
 """Output dtypes of the kernel; `TP.sum_products` rounds to other dtypes after the sum."""
 SIZES = (2, 4, 8)
-"""schedule: group sizes that the kernel supports; groups of other sizes gather with NCCL."""
+"""schedule: group sizes, a limit that the kernel checks; groups of other sizes gather with NCCL."""
 PIECE = 1 << 23
 """schedule: maximum values per piece, 32 MiB.
 
@@ -56,7 +56,7 @@ Beyond it, each rank reduces a share and reads the others' results (two-shot). M
 extrapolated for 8.
 """
 _ROWS = 8
-"""schedule: row granularity of pieces, so that each starts at a multiple of 16 bytes."""
+"""schedule: row granularity of pieces, a multiple of 8, so that each piece starts at a multiple of 16 bytes."""
 _WHOLE, _SLICE, _SHARED = range(3)
 """mirrors csrc/sm90/rank_sum/all_reduce.cu:Form: one-shot all-reduce, reduce-scatter, two-shot all-reduce."""
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"

@@ -48,10 +48,15 @@ def check_format(path: Path, metadata: dict[str, str], kind: str, name: str, ver
     """Raise InputError unless the metadata has ``format=name`` and ``format_version=version``."""
     if metadata.get("format") != name:
         raise InputError(
-            f"{path}: expected {kind} with the metadata format = {name!r}, got {metadata.get('format')!r:.50}"
+            f"{path}: expected {kind} with the metadata format = {name!r}, got {_shown(metadata, 'format')}"
         )
     if metadata.get("format_version") != version:
         raise InputError(
             f"{path}: format_version: must be {version!r} for this version of alignkit, "
-            f"got {metadata.get('format_version')!r:.50}. Write the file again with this version."
+            f"got {_shown(metadata, 'format_version')}. Write the file again with this version."
         )
+
+
+def _shown(metadata: dict[str, str], key: str) -> str:
+    """Return a metadata value for a message."""
+    return f"{metadata[key]!r:.50}" if key in metadata else "none"

@@ -28,7 +28,9 @@ FORMAT_VERSION = "1"
 MAX_TOKENS = 2**26
 """Maximum number of prompt tokens and of sampled tokens in a file; bounds what a file can make its reader allocate."""
 MAX_SEQUENCES = 2**20
+"""Maximum number of sequences in a file, and in a recording of bisect."""
 MAX_CONTRACT = 200
+"""Maximum length of a contract id, in characters."""
 MAX_META = 2**16
 """Maximum length of `Logprobs.meta` as JSON, in characters."""
 MAX_HEADER = 2**20
@@ -126,9 +128,7 @@ def load(path: str | os.PathLike) -> Logprobs:
     with bounded.opened(path, "a logprob file", MAX_HEADER) as (f, metadata):
         bounded.check_format(path, metadata, "a logprob file", FORMAT, FORMAT_VERSION)
         if "contract" not in metadata:
-            raise InputError(
-                f"{path}: contract: must be in the metadata, got none. Write the file with alignkit.drift.save."
-            )
+            raise InputError(f"{path}: contract is missing from the metadata. Write the file with alignkit.drift.save.")
         # Check every size in the header before reading a tensor: the file may be any safetensors file.
         for name in _DTYPES:
             _check_tensor(path, f, name)
@@ -159,7 +159,7 @@ def load(path: str | os.PathLike) -> Logprobs:
 def _check_tensor(path: Path, f: safe_open, name: str) -> None:
     """Check dtype, rank and size of one tensor from the header alone."""
     if name not in f.keys():
-        raise InputError(f"{path}: tensor {name!r} is missing")
+        raise InputError(f"{path}: tensor {name!r} is missing. Write the file with alignkit.drift.save.")
     header = f.get_slice(name)
     dtype, shape = header.get_dtype(), header.get_shape()
     expected = {torch.int64: "I64", torch.float32: "F32"}[_DTYPES[name]]

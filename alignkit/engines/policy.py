@@ -1,7 +1,7 @@
 """Allow-list policy for engine configurations: every field that is not known to be safe is rejected by name.
 
-Here are only the classes. The tables are `alignkit.vllm.policy` and `alignkit.megatron.policy`; a table decides which
-settings are accepted and so may not free a field that affects bits.
+This file has only the classes. The tables are in `alignkit.vllm.policy` and `alignkit.megatron.policy`. A table decides
+which settings are accepted, so a field that affects bits must have a row and may not be in `free`.
 """
 
 from __future__ import annotations

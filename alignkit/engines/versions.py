@@ -1,6 +1,7 @@
-"""Table of an engine's versions: the hook points of each, and whether the adapter supports the version.
+"""Classes of the table of an engine's versions: the hook points of each version, and whether alignkit supports it.
 
-Here are only the classes. The tables themselves are in `alignkit.vllm.versions` and `alignkit.megatron.versions`.
+The tables are in `alignkit.vllm.versions` and `alignkit.megatron.versions`. CONTRIBUTING.md, "Adding a vLLM minor",
+lists what a new row needs.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from alignkit.engines.hook_points import HookPoint, unresolved
 from alignkit.errors import UnsupportedError
 
 Facts = TypeVar("Facts")
+"""Class of an adapter's facts about a version, such as `alignkit.vllm.versions.Version`. Error messages append
+``str(facts)`` to the version: ``.x on cuda`` gives "0.26.x on cuda"."""
 
 
 @dataclass(frozen=True)
 class Row(Generic[Facts]):
-    """One version. runs: version-specific facts for the adapter, or None if alignkit has not been run on it."""
+    """Row of one version.
+
+    hook_points: names that the engine must have. runs: facts of a supported version that the adapter reads, or None if
+    the version is listed but not supported, because alignkit has not been run on it.
+    """
 
     hook_points: tuple[HookPoint, ...]
     runs: Facts | None = None
@@ -25,7 +32,10 @@ class Row(Generic[Facts]):
 
 @dataclass(frozen=True)
 class Versions(Generic[Facts]):
-    """Version table. engine: name for messages. rows: keyed by full version, or by minor version for all patches."""
+    """Table of an engine's versions.
+
+    engine: name for messages. rows: keyed by a full version (0.19.2), or by a minor one (0.26) for all its patches.
+    """
 
     engine: str
     rows: dict[str, Row[Facts]]

@@ -192,7 +192,7 @@ def logits_processor(
 
     for setting, asked in (
         (
-            "algorithm.adv_estimator: must be an estimator that does not set calculate_sum_pi_squared",
+            "algorithm.adv_estimator: must be an estimator without calculate_sum_pi_squared (docs/verl.md lists them)",
             calculate_sum_pi_squared,
         ),
         ("distillation.enabled: must be False, got distillation with distillation_use_topk", distillation_use_topk),

@@ -44,7 +44,7 @@ def _check_tensor(
     kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     wanted = f"expected {kinds} [{', '.join('any' if n is None else str(n) for n in shape)}]"
     if not isinstance(t, torch.Tensor):
-        raise InputError(f"{name}: {wanted}, got {type(t).__name__}")
+        raise InputError(f"{name}: {wanted}, got {'None' if t is None else type(t).__name__}")
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
         raise InputError(f"{name}: expected a plain torch.Tensor, got a {type(t).__name__}")
     if t.layout != torch.strided:

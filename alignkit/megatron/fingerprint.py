@@ -1,6 +1,6 @@
 """Fingerprint of a model: the facts, as short strings, that all ranks sharing the model must agree on. No numerics.
 
-The keys appear in error messages only.
+`forward` compares the facts in its collective checks. The keys appear in error messages only and may change.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def settings(model) -> dict[str, str]:
     config = model.config
     return {
         "rotary_base": repr(aligned.rotations[model.rotary_pos_emb].base),
-        "rotary_percent": repr(aligned.rotations[model.rotary_pos_emb].rotary_dim),
+        "kv_channels * rotary_percent": repr(aligned.rotations[model.rotary_pos_emb].rotary_dim),
         "hybrid_layer_pattern": repr(pattern(model)),
         "padded vocab_size": repr(model.vocab_size),
         "share_embeddings_and_output_weights": repr(bool(model.share_embeddings_and_output_weights)),
         # Recomputation runs the forward's collectives again in the backward pass, but only in training.
-        "training": repr(model.training and config.recompute_granularity is not None),
+        "training with recomputation": repr(model.training and config.recompute_granularity is not None),
     } | {name: str(getattr(config, name)) for name in _FIELDS}
 
 

@@ -1,4 +1,8 @@
-"""Replacements for Megatron's model methods and schedules: the checks around a forward, and its loss. No numerics."""
+"""Replacements for Megatron's model methods and schedules: the checks around a forward, and its loss. No numerics.
+
+`patch.Patch.install` lists which function replaces which method. This file orders the checks and makes them collective;
+the checks themselves are in `supported` (model), `calls` (arguments) and `fingerprint` (facts equal on all ranks).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Hook points in Megatron-core that the adapter uses; `versions` lists which version has which.
+"""Hook points in Megatron-core: names that the adapter subclasses, replaces or calls. `versions` has them per version.
 
-A name of Megatron-core that the adapter starts to use needs an entry: entries are checked before Megatron is patched.
+A row gives the file below megatron/core/, the dotted name, the parameters that it must accept, and the identifiers that
+its source must contain. `patch_megatron` rejects a Megatron-core that lacks a row of its version. Add a row for a name
+that the adapter starts to use.
 """
 
 from __future__ import annotations
@@ -175,9 +177,10 @@ HOOK = tuple(
     for name in ("GPTModel.forward", "GPTModel._postprocess")
 )
 
-SINCE_0_19 = (HookPoint("tensor_parallel/cross_entropy.py", "vocab_parallel_cross_entropy", ("tp_group",)),)
+# From 0.19 on: the cross-entropy takes its process group.
+FROM_0_19 = (HookPoint("tensor_parallel/cross_entropy.py", "vocab_parallel_cross_entropy", ("tp_group",)),)
 
-# GPTModel's successor. Its forward is a single function, which alignkit replaces as a whole.
+# From 0.18 on: HybridModel, GPTModel's successor. Its forward is a single function, which alignkit replaces as a whole.
 HYBRID = (
     HookPoint(
         "models/hybrid/hybrid_model.py", "HybridModel.__init__", ("config", "hybrid_layer_pattern", "rotary_base")

@@ -1,4 +1,7 @@
-"""Guard for forward hooks of a model's modules: hooks run, but may only observe. No numerics."""
+"""Guard for forward hooks of a model's modules: hooks run, but may only observe. No numerics.
+
+`snapshot` and `forward` call the guard; docs/megatron.md, "Errors and remedies", quotes its messages.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def watch_hooks(path: str, module: torch.nn.Module) -> None:
             if not _is_megatron_hook(hook):
                 raise UnsupportedError(
                     f"{path}: must not have forward hooks, because all experts (MoE) of a layer are computed together, "
-                    f"got {described(getattr(hook, '__func__', hook))}"
+                    f"got {described(getattr(hook, '__func__', hook))}. Remove the hook"
                 )
         return
     if own["_forward_pre_hooks"]:
@@ -93,7 +96,10 @@ def check_hooks() -> None:
     if _changes:
         changes = "; ".join(dict.fromkeys(_changes))
         _changes.clear()
-        raise UnsupportedError(f"{changes}. Forward hooks must neither change nor replace an input or output")
+        raise UnsupportedError(
+            f"{changes}. Forward hooks must neither change nor replace an input or output. Return None, or remove the "
+            "hook"
+        )
 
 
 def unwatch_hooks() -> None:

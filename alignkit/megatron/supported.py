@@ -104,8 +104,9 @@ _frequencies: weakref.WeakKeyDictionary[
 def check_rotary(model) -> tuple[float, Scaling | None]:
     """Return the base and scaling of a model's rotary embedding.
 
-    alignkit computes its own frequencies from both. Raises UnsupportedError unless the model's frequencies equal those:
-    other frequencies mean that the model expects other rotations. A tolerance covers devices whose pow differs.
+    alignkit computes its own frequencies from both. Raises UnsupportedError unless the model's frequencies equal
+    alignkit's: other frequencies mean that the model expects other rotations. A tolerance covers devices whose pow
+    differs.
     """
     rotary, given, head_dim = model.rotary_pos_emb, vars(model).get("rotary_base"), rotary_dim(model)
     if rotary.rotary_interleaved:
@@ -137,7 +138,7 @@ def check_rotary(model) -> tuple[float, Scaling | None]:
             _frequencies[rotary] = cached
     _, base, scaling = cached
     if given is not None and float(given) != base:  # the model's rotary_base has changed since the result was cached
-        raise UnsupportedError(f"rotary_base: must be {base}, the base of rotary_pos_emb, got {given}")
+        raise UnsupportedError(f"rotary_base: must be {base}, the base that rotary_pos_emb was built with, got {given}")
     expected = 1.0 if scaling is None else scaling.attention_factor
     if (factor := modules.attention_factor(model.config)) != expected:
         raise UnsupportedError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from alignkit.engines.versions import Row, Versions
-from alignkit.megatron.hook_points import COMMON, HOOK, HYBRID, SINCE_0_19
+from alignkit.megatron.hook_points import COMMON, FROM_0_19, HOOK, HYBRID
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Version:
     hook: bool
 
     def __str__(self) -> str:
+        """Return the text that error messages append to a version: nothing, as rows are full versions."""
         return ""
 
 
@@ -31,6 +32,6 @@ VERSIONS: Versions[Version] = Versions(
         "0.16.1": Row(COMMON, Version(hook=False)),
         "0.17.1": Row(COMMON, Version(hook=False)),
         "0.18.2": Row(COMMON + HOOK + HYBRID, Version(hook=True)),
-        "0.19.2": Row(COMMON + HOOK + SINCE_0_19 + HYBRID, Version(hook=True)),
+        "0.19.2": Row(COMMON + HOOK + FROM_0_19 + HYBRID, Version(hook=True)),
     },
 )

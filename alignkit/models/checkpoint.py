@@ -38,8 +38,9 @@ class Checkpoint(Mapping):
         self._files = {}
         for name in files:
             if not (root / name).is_file():
-                why = f"which {index.name} lists" if weight_map else f"and no {index.name}"
-                raise InputError(f"model: {root} has no {name}, {why}")
+                if weight_map:
+                    raise InputError(f"model: {root} has no {name}, which {index.name} lists. Download the file")
+                raise InputError(f"model: {root} has no {name} and no {index.name}. Download the checkpoint's weights")
             try:
                 file = safe_open(root / name, framework="pt")
             except (OSError, SafetensorError) as e:
@@ -92,5 +93,6 @@ def _refuse_other_files(root: Path, files: list[str], indexed: bool) -> None:
             )
     if (root / "hf_quant_config.json").exists():
         raise UnsupportedError(
-            f"hf_quant_config.json: must not exist, because quantized checkpoints are not supported, found in {root}"
+            f"hf_quant_config.json: must not exist, because quantized checkpoints are not supported, found in {root}. "
+            "Use an unquantized checkpoint"
         )

@@ -221,11 +221,13 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
     config = read_json(path)
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in list(ARCHITECTURES):
-        raise UnsupportedError(f"architectures: must be one of {', '.join(ARCHITECTURES)}, got {names!r:.200}")
+        raise UnsupportedError(
+            f"architectures: must be a list with one of {', '.join(ARCHITECTURES)}, {_given(config, 'architectures')}"
+        )
     family = ARCHITECTURES[names[0]]
     if config.get("model_type") != family.name:  # it selects the config class, and so the defaults
         raise UnsupportedError(
-            f"model_type: must be {family.name!r} for {names[0]}, got {config.get('model_type')!r:.200}"
+            f"model_type: must be {_json(family.name)} for {names[0]}, {_given(config, 'model_type')}"
         )
     _check_fields(config, family)
 
@@ -236,9 +238,9 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
             raise InputError(f"{field}: required, but missing in {path}")
         value = if_null if config[field] is None else config[field]
         if type(value) is not int or value < 1:
-            raise InputError(f"{field}: must be a positive integer, got {config[field]!r:.200} in {path}")
+            raise InputError(f"{field}: must be a positive integer, got {_json(config[field])} in {path}")
         if value >= 2**31:
-            raise InputError(f"{field}: must be less than 2^31, got {value!r:.200} in {path}")
+            raise InputError(f"{field}: must be less than 2^31, got {_json(value)} in {path}")
         return value
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
@@ -258,14 +260,15 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         if family.experts.groups:
             groups, top_groups = map(size, family.experts.groups)
         if family.experts.scale:
-            routed_scale = _positive(family.experts.scale, config.get(family.experts.scale))
+            routed_scale = _number(config, family.experts.scale)
         if family.experts.dense == "steps":
             step = size("decoder_sparse_step", 1) if "decoder_sparse_step" in config else 1
             dense_layers = _dense_layers(config.get("mlp_only_layers"), step, layers)
         elif family.experts.dense == "first":
             first = config.get("first_k_dense_replace")
             if type(first) is not int or not 0 <= first < layers:
-                raise InputError(f"first_k_dense_replace: must be an integer in [0, {layers}), got {first!r:.200}")
+                given = _given(config, "first_k_dense_replace")
+                raise InputError(f"first_k_dense_replace: must be an integer in [0, {layers}), {given}")
             dense_layers = tuple(range(first))
     arch = Architecture(
         family=family.name,
@@ -277,7 +280,7 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
         intermediate=size(family.intermediate),
         vocab=size("vocab_size"),
         max_position=size("max_position_embeddings"),
-        norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps")),
+        norm_eps=_number(config, "rms_norm_eps"),
         rope_base=rope_base,
         rope_scaling=rope_scaling,
         tied=_flag(path, {"tie_word_embeddings": False} | config, "tie_word_embeddings"),
@@ -328,12 +331,12 @@ def _check_layer_types(kinds: Any, layers: int) -> None:
     if kinds is None:
         return
     if not isinstance(kinds, list):
-        raise UnsupportedError(f"layer_types: must be a list with an entry for each layer, got {kinds!r:.200}")
+        raise UnsupportedError(f"layer_types: must be a list with an entry for each layer, got {_json(kinds)}")
     if len(kinds) != layers:
         raise UnsupportedError(f"layer_types: must have num_hidden_layers = {layers} entries, got {len(kinds)}")
     for i, kind in enumerate(kinds):
         if kind != "full_attention":
-            raise UnsupportedError(f"layer_types: entry {i} must be 'full_attention', got {kind!r:.200}")
+            raise UnsupportedError(f'layer_types: entry {i} must be "full_attention", got {_json(kind)}')
 
 
 def _check_routing(arch: Architecture, family: Family) -> None:
@@ -366,13 +369,13 @@ def _check_routing(arch: Architecture, family: Family) -> None:
 def _count(config: Mapping, field: str) -> int:
     value = config.get(field) or 0
     if type(value) is not int or not 0 <= value < 2**31:
-        raise InputError(f"{field}: must be a nonnegative integer, got {config[field]!r:.200}")
+        raise InputError(f"{field}: must be a nonnegative integer, got {_json(config[field])}")
     return value
 
 
 def _flag(path: Path, config: Mapping, field: str) -> bool:
     if type(config.get(field)) is not bool:
-        raise InputError(f"{field}: must be true or false, got {config.get(field)!r:.200} in {path}")
+        raise InputError(f"{field}: must be true or false, {_given(config, field)} in {path}")
     return config[field]
 
 
@@ -380,12 +383,12 @@ def _dense_layers(listed: Any, step: int, layers: int) -> tuple[int, ...]:
     """Return the indices of dense layers: `listed`, or not the last of each `step` layers."""
     listed = [] if listed is None else listed
     if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
-        raise InputError(f"mlp_only_layers: must be a list of layer indices in [0, {layers}), got {listed!r:.200}")
+        raise InputError(f"mlp_only_layers: must be a list of layer indices in [0, {layers}), got {_json(listed)}")
     dense = tuple(i for i in range(layers) if i in listed or (i + 1) % step)
     if len(dense) == layers:
         raise UnsupportedError(
             "mlp_only_layers / decoder_sparse_step: at least one layer must have experts, got mlp_only_layers = "
-            f"{listed!r:.200} and decoder_sparse_step = {step}, which make all {layers} layers dense"
+            f"{_json(listed)} and decoder_sparse_step = {step}, which make all {layers} layers dense"
         )
     return dense
 
@@ -399,26 +402,26 @@ def _check_fields(config: Mapping, family: Family) -> None:
             continue
         if field in must_be:
             if value not in must_be[field]:
-                raise UnsupportedError(f"{field}: must be {must_be[field][0]!r}, got {value!r:.200}")
+                raise UnsupportedError(f"{field}: must be {_json(must_be[field][0])}, got {_json(value)}")
         elif field in MUST_BE_OFF:
             if value:
                 raise UnsupportedError(
-                    f"{field}: must be off (absent, null, false or 0) for {family.name}, got {value!r:.200}"
+                    f"{field}: must be off (absent, null, false or 0) for {family.name}, got {_json(value)}"
                 )
         elif field not in HARMLESS and value is not None and value is not False and not isinstance(value, str):
             raise UnsupportedError(
                 f"{field}: must be absent, null, false or a string, because alignkit does not know this field of "
-                f"{family.name}, got {value!r:.200}. Remove the field from config.json if neither engine uses it"
+                f"{family.name}, got {_json(value)}. Remove the field from config.json if neither engine uses it"
             )
     if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedError(f"hidden_act: must be 'silu', got {config['hidden_act']!r:.200}")
+        raise UnsupportedError(f'hidden_act: must be "silu", got {_json(config["hidden_act"])}')
     if family.sliding_window == "must be null" and "sliding_window" not in config:
         raise UnsupportedError(
-            "sliding_window: must be null in config.json, but is missing, for which transformers uses a sliding window "
-            f"with {family.name}. Add it as null"
+            "sliding_window: must be null in config.json, but the field is missing, and transformers then uses a "
+            f'window with {family.name}. Add "sliding_window": null'
         )
     if family.sliding_window != "unused" and config.get("sliding_window") is not None:
-        raise UnsupportedError(f"sliding_window: must be null, got {config['sliding_window']!r:.200}")
+        raise UnsupportedError(f"sliding_window: must be null, got {_json(config['sliding_window'])}")
 
 
 def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float]:
@@ -433,30 +436,32 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float
         if rope is None:
             continue
         if not isinstance(rope, dict):
-            raise InputError(f"{field}: must be an object, got {rope!r:.200}")
+            raise InputError(f"{field}: must be a JSON object, got {_json(rope)}")
         names = [rope[name] for name in ("rope_type", "type") if name in rope] or ["default"]
         for name in names:
             if name not in list(ROPE_TYPES):
                 known = ", ".join(ROPE_TYPES)
-                raise UnsupportedError(f"{field}: rope_type: must be one of {known}, got {name!r:.200}")
+                raise UnsupportedError(f"{field}: rope_type: must be one of {known}, got {_json(name)}")
             if name != names[0]:
-                raise UnsupportedError(f"{field}: rope_type and type must be equal, got {names[0]!r} and {name!r}")
+                raise UnsupportedError(
+                    f"{field}: rope_type and type must be equal, got {_json(names[0])} and {_json(name)}"
+                )
         parts.append(rope.get("partial_rotary_factor"))
         if family.rotary_factor is None and parts[-1] not in (None, 1):
             raise UnsupportedError(
-                f"{field}: partial_rotary_factor: must be 1, got {rope['partial_rotary_factor']!r:.200}"
+                f"{field}: partial_rotary_factor: must be 1, got {_json(rope['partial_rotary_factor'])}"
             )
         for name in rope.keys() - _ROPE_FIELDS - frozenset(ROPE_TYPES[names[0]]):
             raise UnsupportedError(
-                f"{field}: {name}: must be absent with rope_type {names[0]!r}, got {rope[name]!r:.200}"
+                f"{field}: {name}: must be absent with rope_type {_json(names[0])}, got {_json(rope[name])}"
             )
         scalings[field] = _scaling(field, names[0], rope)
         if "rope_theta" in rope:
             bases[f"{field}: rope_theta"] = rope["rope_theta"]
     if len(set(scalings.values())) > 1:
+        given = " and ".join(str(scaling or "no scaling") for scaling in scalings.values())
         raise InputError(
-            f"rope_scaling, rope_parameters: must specify the same scaling, got {scalings['rope_scaling']} and "
-            f"{scalings['rope_parameters']}. Remove one of the two fields"
+            f"rope_scaling, rope_parameters: must specify the same scaling, got {given}. Remove one of the two fields"
         )
     scaling = next(iter(scalings.values()), None)
     part = _rotary_factor([part for part in parts if part is not None], family)
@@ -491,7 +496,7 @@ def _scaling(field: str, kind: str, rope: Mapping) -> Scaling | None:
     def number(name: str, if_absent: float | None = None) -> float:
         value = rope.get(name)
         if value is None and if_absent is None:
-            raise InputError(f"{field}: {name}: required, but missing")
+            raise InputError(f"{field}: {name}: required, but missing in config.json")
         return _positive(f"{field}: {name}", if_absent if value is None else value)
 
     original = number("original_max_position_embeddings")
@@ -507,18 +512,33 @@ def _scaling(field: str, kind: str, rope: Mapping) -> Scaling | None:
     if rope.get("attention_factor") not in (None, attention_factor):
         raise UnsupportedError(
             f"{field}: attention_factor: must be absent or {attention_factor}, the only value that Megatron-core "
-            f"supports with this factor, got {rope['attention_factor']!r:.200}"
+            f"supports with this factor, got {_json(rope['attention_factor'])}"
         )
     truncate = rope.get("truncate", True)
     if type(truncate) is not bool:
-        raise InputError(f"{field}: truncate: must be true or false, got {truncate!r:.200}")
+        raise InputError(f"{field}: truncate: must be true or false, got {_json(truncate)}")
     return Yarn(factor, int(original), number("beta_fast", 32.0), number("beta_slow", 1.0), attention_factor, truncate)
+
+
+def _number(config: Mapping, field: str) -> float:
+    if field not in config:
+        raise InputError(f"{field}: required, but missing in config.json")
+    return _positive(field, config[field])
 
 
 def _positive(field: str, value) -> float:
     if type(value) not in (int, float) or not 0 < value < 3e38:  # NaN compares false
-        raise InputError(f"{field}: must be a positive number, got {value!r:.200}")
+        raise InputError(f"{field}: must be a positive number, got {_json(value)}")
     return float(value)
+
+
+def _json(value: Any) -> str:
+    """Return a value as config.json spells it, at most 200 characters."""
+    return json.dumps(value)[:200]
+
+
+def _given(config: Mapping, field: str) -> str:
+    return f"got {_json(config[field])}" if field in config else "but the field is missing"
 
 
 def read_json(path: Path) -> dict:

@@ -1,7 +1,7 @@
 """Fields of config.json that alignkit knows in every family, in four categories, which `config` reads.
 
 An unknown field is accepted if it is null, false or a string, and rejected otherwise. A field belongs to HARMLESS only
-if neither engine reads it for logprobs. A field of one family alone is in that family's file.
+if neither engine reads it for logprobs. The file of a family lists the fields that only this family has.
 """
 
 READ = frozenset(

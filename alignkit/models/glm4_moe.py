@@ -1,6 +1,7 @@
 """GLM-4.5 as data: MoE with sigmoid scores, an expert bias and a shared expert; half of each head is rotated.
 
-`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+`Family` documents the fields. `file` and `structure` hold vLLM's names; the other names are those of Hugging Face
+checkpoints (config.json and tensors).
 """
 
 from alignkit.models.family import QK_NORMS, QKV_BIASES, Experts, Family, expert_bias, experts_layer, shared_expert

@@ -1,6 +1,7 @@
 """Llama as data: the plain dense family.
 
-`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+`Family` documents the fields. `file` and `structure` hold vLLM's names; the other names are those of Hugging Face
+checkpoints (config.json and tensors).
 """
 
 from alignkit.models.family import Family

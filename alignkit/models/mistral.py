@@ -1,6 +1,7 @@
 """Mistral without a sliding window as data: Llama's layers.
 
-`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+`Family` documents the fields. `file`, `structure` and the first name in `off` are vLLM's; the other names are those of
+Hugging Face checkpoints (config.json and tensors).
 """
 
 from alignkit.models.family import Family

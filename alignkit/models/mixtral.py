@@ -1,6 +1,7 @@
 """Mixtral without a sliding window as data: Mistral's attention with MoE layers.
 
-`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+`Family` documents the fields. `file`, `structure` and `mlp` hold vLLM's names; the other names are those of Hugging
+Face checkpoints (config.json and tensors).
 """
 
 from alignkit.models.family import Experts, Family, experts_layer

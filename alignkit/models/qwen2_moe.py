@@ -1,6 +1,7 @@
 """Qwen2-MoE as data: Qwen2 with routed experts and a gated shared expert in all or some layers.
 
-`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+`Family` documents the fields. `file` and `structure` hold vLLM's names; the other names are those of Hugging Face
+checkpoints (config.json and tensors).
 """
 
 from alignkit.models.family import QKV_BIASES, Experts, Family, experts_layer, shared_expert

@@ -1,6 +1,7 @@
 """Qwen3-MoE as data: Qwen3 with routed experts in all or some layers.
 
-`Family` documents the fields. Names are transformers', vLLM's and Megatron-core's.
+`Family` documents the fields. `file` and `structure` hold vLLM's names; the other names are those of Hugging Face
+checkpoints (config.json and tensors).
 """
 
 from alignkit.models.family import QK_NORMS, Experts, Family, experts_layer

@@ -1,6 +1,8 @@
 """Ops of the contract. Each folder holds the public functions, a reference implementation and the backends.
 
-Public: names and signatures are documented in docs/api/ops.md.
+Public: names and signatures are documented in docs/api/ops.md. `gated_delta_rule.chunk_gated_delta_rule_bwd_dhu` is
+public too, but is not exported by this file. It is one step of a layer's backward pass, which flash-linear-attention
+calls; the ops in `__all__` are whole steps of a model.
 """
 
 from .attention import attention, paged_attention

@@ -37,10 +37,15 @@ def checks_values(device: torch.device) -> bool:
 _PLAIN = torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _kind(value) -> str:
+    """Return the name of a value's type in errors; "None" for None."""
+    return "None" if value is None else type(value).__name__
+
+
 def check_plain(name: str, t) -> None:
     """Require a plain strided tensor whose values are in memory, as kernels read them."""
     if not isinstance(t, torch.Tensor):
-        raise InputError(f"{name}: expected a tensor, got {type(t).__name__}")
+        raise InputError(f"{name}: expected a tensor, got {_kind(t)}")
     if isinstance(t, UninitializedTensorMixin):
         raise InputError(f"{name}: expected an initialized tensor, got an uninitialized parameter")
     if type(t).__torch_dispatch__ is not _PLAIN:  # pyright: ignore[reportAttributeAccessIssue]
@@ -94,7 +99,7 @@ def check_device(name: str, t: torch.Tensor) -> None:
 def check_number(name: str, value, positive: bool = True) -> float:
     """Require a Python or numpy number, finite and (with `positive`) positive in fp32; return it as a float."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise InputError(f"{name}: expected a number, got {type(value).__name__}")
+        raise InputError(f"{name}: expected a number, got {_kind(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -112,7 +117,7 @@ def check_int(name: str, value, least: int = -(2**63)) -> int:
     """Require a Python or numpy integer in [least, 2^63); return it as an int."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise InputError(
-            f"{name}: expected an integer, got {type(value).__name__}"
+            f"{name}: expected an integer, got {_kind(value)}"
             + (f" {value}" if isinstance(value, numbers.Real) else "")
         )
     number = int(value)
@@ -126,7 +131,7 @@ def check_int(name: str, value, least: int = -(2**63)) -> int:
 def check_flag(name: str, value) -> bool:
     """Require a Python or numpy bool; return it as a bool."""
     if not isinstance(value, (bool, np.bool_)):
-        raise InputError(f"{name}: expected True or False, got {type(value).__name__}")
+        raise InputError(f"{name}: expected True or False, got {_kind(value)}")
     return bool(value)
 
 

@@ -34,12 +34,12 @@ def load(library: Path, part: str) -> ctypes.CDLL:
         lib.alignkit_sources.restype = ctypes.c_char_p
         found = lib.alignkit_sources().decode()
     except AttributeError:  # built before libraries reported their sources
-        found = "unknown"
+        found = ""
     wanted = _expected(part)
     if found != wanted:
+        got = f"hash {found[:12]}" if found else "a library without a hash"
         raise BackendError(
-            f"{library.name}: must be built from this alignkit's sources (hash {wanted[:12]}), got {found[:12]}; "
-            f"{REINSTALL}"
+            f"{library.name}: must be built from this alignkit's sources (hash {wanted[:12]}), got {got}; {REINSTALL}"
         )
     return lib
 
@@ -58,12 +58,20 @@ def _expected(part: str) -> str:
         ) from None
 
 
+def _file(lib: ctypes.CDLL) -> str:
+    """Return the file name of a loaded library."""
+    return Path(lib._name).name
+
+
 def check_layout(lib: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) -> None:
     """Raise BackendError unless `struct` has the field names, offsets and sizes of the C struct `name`."""
     try:
         table = ctypes.pointer(_Field.in_dll(lib, f"alignkit_layout_{name}"))
     except ValueError:
-        raise BackendError(f"{name}: the library reports no layout for this struct; {REINSTALL}") from None
+        raise BackendError(
+            f"{_file(lib)}: must be of the same version as alignkit's Python code, got a library without the struct "
+            f"{name}; {REINSTALL}"
+        ) from None
     expected = []
     while table[len(expected)].name is not None:
         expected.append((table[len(expected)].name.decode(), table[len(expected)].offset, table[len(expected)].size))
@@ -74,6 +82,6 @@ def check_layout(lib: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) ->
             f"{field or 'the whole'} at {offset}, {size} bytes" for field, offset, size in set(actual) ^ set(expected)
         )
         raise BackendError(
-            f"{name}: the struct's layout differs between Python and the library "
-            f"({'; '.join(different) or 'order of fields'}); {REINSTALL}"
+            f"{_file(lib)}: must be of the same version as alignkit's Python code, got another layout of the struct "
+            f"{name} ({'; '.join(different) or 'order of fields'}); {REINSTALL}"
         )

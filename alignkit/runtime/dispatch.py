@@ -260,7 +260,7 @@ def use(wanted: str):
     """Request backend `wanted` within the block."""
     global _choice
     if wanted not in CHOICES:
-        raise BackendError(f"choice: must be one of {', '.join(CHOICES)}, got {wanted!r}")
+        raise BackendError(f"backend: must be one of {', '.join(CHOICES)}, got {wanted!r}")
     before, _choice = _choice, wanted
     try:
         yield

@@ -46,8 +46,8 @@ def library() -> ctypes.CDLL:
     wanted = config.cpu_isa
     if not lib.alignkit_choose_isa(wanted.encode()):
         raise BackendError(
-            f"ALIGNKIT_CPU_ISA: must be an instruction set that this machine supports, got {wanted!r}. Unset it to use "
-            "the best one"
+            f"ALIGNKIT_CPU_ISA: must be avx512, avx2 or generic, and supported by this machine, got {wanted!r}. Unset "
+            "ALIGNKIT_CPU_ISA to use the best instruction set"
         )
     return lib
 
@@ -67,7 +67,7 @@ def use_isa(name: str) -> Iterator[None]:
     """Use the instruction set `avx512`, `avx2` or `generic` within the block; all give the same bits."""
     before = isa()
     if not library().alignkit_choose_isa(name.encode()):
-        raise BackendError(f"isa: must be an instruction set that this machine supports, got {name!r}")
+        raise BackendError(f"isa: must be avx512, avx2 or generic, and supported by this machine, got {name!r}")
     try:
         yield
     finally:

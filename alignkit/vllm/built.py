@@ -1,10 +1,12 @@
 """Comparison of the model that vLLM built with config.json, from which the training side is built.
 
-A fact is named by its field in config.json, or in words if the field's name depends on the family.
+A fact is named by its field in config.json, or in words if no field holds it or the field's name depends on the
+family. `live` raises the error that lists the differences.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,15 @@ def architecture(model_config) -> Architecture:
 
 
 def deviations(model: torch.nn.Module, read: Architecture, tp: int) -> list[str]:
-    """Return one line per value that one of `tp` ranks built differently from `read`, without a device sync."""
+    """Return a text for each value of the model that differs from `read`, without a device sync.
+
+    tp: number of tensor-parallel ranks. The model is this rank's.
+    """
     found = {}
     for name, built, expected in _facts(model, read, tp):
         if built != expected:
-            found.setdefault(name, f"{name} (vLLM built {built}, config.json specifies {expected})")
+            wanted, given = (json.dumps(v) if isinstance(v, bool) else v for v in (expected, built))
+            found.setdefault(name, f"{name}: must be {wanted} according to config.json, got {given} in vLLM's model")
     return list(found.values())
 
 
@@ -57,12 +63,12 @@ def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, 
     for i, layer in enumerate(decoder.layers):
         attention, mlp = layer.self_attn, getattr(layer, FAMILIES[read.family].mlp)
         yield "num_attention_heads", attention.attn.num_heads * tp, read.heads
-        yield "num_key_value_heads", attention.attn.num_kv_heads, max(1, read.kv_heads // tp)
+        yield "num_key_value_heads of a rank", attention.attn.num_kv_heads, max(1, read.kv_heads // tp)
         yield "head_dim", attention.attn.head_size, read.head_dim
         yield "attention scale", attention.attn.impl.scale, read.head_dim**-0.5
         yield "rope_theta", attention.rotary_emb.base, read.rope_base
         yield "rope_scaling", attention.rotary_emb.scaling, read.rope_scaling
-        yield "partial_rotary_factor", attention.rotary_emb.rotary_dim, read.rotary_dim
+        yield "head_dim * partial_rotary_factor", attention.rotary_emb.rotary_dim, read.rotary_dim
         is_moe = read.has_experts(i)
         yield f"experts in layer {i}", hasattr(mlp, "experts"), is_moe
         if hasattr(mlp, "experts") == is_moe:
@@ -96,8 +102,8 @@ def _expert_facts(runner: Any, read: Architecture) -> Iterator[tuple[str, Any, A
     yield "n_group / topk_group", groups, (read.groups, read.top_groups)
     yield "routed_scaling_factor", runner.routed_scaling_factor * experts.routed_scaling_factor, read.routed_scale
     local, features = read.experts // moe.ep_size, read.intermediate // moe.tp_size
-    yield width, tuple(experts.w13_weight.shape), (local, 2 * features, read.hidden)
-    yield width, tuple(experts.w2_weight.shape), (local, read.hidden, features)
+    yield f"{width}: shape of w13_weight", tuple(experts.w13_weight.shape), (local, 2 * features, read.hidden)
+    yield f"{width}: shape of w2_weight", tuple(experts.w2_weight.shape), (local, read.hidden, features)
     shared = runner._shared
     yield "shared expert", shared is not None, bool(read.shared_intermediate)
     if shared is not None:

@@ -52,7 +52,9 @@ class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
         """Keep the weights as loaded."""
 
     def apply(self, *args, **kwargs):
-        raise UnsupportedError("MoE layer: must be called by MoERunner.forward, got a call of its quant_method")
+        raise UnsupportedError(
+            "MoE layer: quant_method.apply must not be called, because MoERunner.forward computes the layer"
+        )
 
 
 class AlignedMoERunner(MoERunner):

@@ -1,6 +1,6 @@
 """The front end's input processor, which rejects unsupported requests before they reach a worker.
 
-The reasons are in `refuse.request_reasons`; here are only the hooks into vLLM's classes.
+`refuse.request_reasons` decides which requests are unsupported; this file has only the hooks into vLLM's classes.
 """
 
 from __future__ import annotations

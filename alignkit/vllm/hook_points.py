@@ -1,8 +1,10 @@
 """Hook points in vLLM: the names that the adapter subclasses, replaces or calls. `versions` lists them per version.
 
-A row is (file below vllm/, dotted name, parameters, identifiers in its source). `patch_vllm` rejects a vLLM without one
-of the rows, and tests/vllm/test_hook_points.py resolves them in every version. A name that the adapter starts or ceases
-to use is added or removed here.
+A row gives the file below vllm/, the dotted name, the parameters that it must accept, and the identifiers that its
+source must contain. `patch_vllm` rejects a vLLM that lacks a row of its version. tests/vllm/test_hook_points.py
+resolves the rows in every version. Add a row for a name that the adapter starts to use; remove unused rows.
+
+The names of the last tables give the versions that they belong to; both ends of a range are included.
 """
 
 from __future__ import annotations
@@ -288,26 +290,26 @@ def _scores_of_v2(function: str) -> tuple[HookPoint, ...]:
     )
 
 
-# Until 0.25: the V2 runner returns only logprobs, not logits.
-UNTIL_0_25 = _scores_of_v2("compute_topk_logprobs")
+# The V2 runner's function for logprobs of token ids, under its first name. It has no mode that returns logits.
+FROM_0_24_TO_0_25 = _scores_of_v2("compute_topk_logprobs")
 
-# Since 0.25: vLLM's communicator all-gathers with its own NCCL binding, and an MoE layer may defer its all-reduce.
-SINCE_0_25 = (
+# vLLM's communicator all-gathers with its own NCCL binding, and an MoE layer may defer its all-reduce.
+FROM_0_25 = (
     HookPoint(
         "distributed/device_communicators/cuda_communicator.py", "CudaCommunicator.all_gather", ("input_", "dim")
     ),
     HookPoint(_LAYERS + "fused_moe/config.py", "FusedMoEConfig.skip_final_all_reduce"),
 )
 
-# Since 0.26: an attention backend per layer kind.
-SINCE_0_26 = (
+# An attention backend per layer kind, and `compute_topk_scores` instead of `compute_topk_logprobs`.
+FROM_0_26 = (
     HookPoint("config/attention.py", "AttentionConfig.backend_per_kind"),
     *_scores_of_v2("compute_topk_scores"),
 )
 
-# Until 0.26: vLLM asks an attention backend for the shape and stride order of the KV cache, and has compiler passes
-# that move communication.
-UNTIL_0_26 = (
+# vLLM asks an attention backend for the shape and stride order of the KV cache, and has compiler passes that move
+# communication.
+FROM_0_24_TO_0_26 = (
     HookPoint("config/compilation.py", "PassConfig.enable_sp"),
     HookPoint("config/compilation.py", "PassConfig.fuse_gemm_comms"),
     HookPoint(
@@ -320,9 +322,9 @@ UNTIL_0_26 = (
     ),
 )
 
-# Since 0.32: prompt logprobs import the V2 function by name, logits can stay sharded up to the sampler, KV cache
-# layouts are an enum, requests can be watermarked, and errors have classes.
-SINCE_0_32 = (
+# Prompt logprobs import the V2 function by name, logits can stay sharded up to the sampler, KV cache layouts are an
+# enum, requests can be watermarked, and errors have classes.
+FROM_0_32 = (
     HookPoint("exceptions.py", "VLLMClientError"),
     HookPoint(_SAMPLE_V2 + "prompt_logprob.py", "compute_token_logprobs"),
     HookPoint(_LAYERS + "logits_processor.py", "LogitsProcessor.forward", ("skip_gather",)),

@@ -1,9 +1,9 @@
-"""Checks that a running engine still consists of the parts that alignkit built.
+"""Checks that a running engine still computes with the modules, samplers and methods that alignkit installed.
 
-The checks cover the model's modules, the samplers, and the classes of both. Python code can replace any of them at any
-time: a module, a method of an object or a class, or a module's output by a hook. The checks do not cover the values of
-weights and buffers, alignkit's functions that these classes call, and vLLM's runner, scheduler and front end. Faults
-become the text of an UnsupportedError; tests/vllm/test_live.py matches it.
+Other Python code can replace a module, a method of an object or a class, or a module's output (by a hook) at any time.
+The checks do not cover the values of weights and buffers, alignkit's functions that the checked classes call, and
+vLLM's runner, scheduler and front end. `built` compares values with config.json, and `refuse` checks configurations and
+new models. The texts of faults are for people; tests/vllm/test_live.py, test_cuda.py and test_experts.py match them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn.modules import module as hooks
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+from alignkit.engines.patch import described
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.attention import AlignedAttentionImpl
 from alignkit.vllm.built import architecture, deviations
@@ -33,9 +34,10 @@ from alignkit.vllm.refuse import refuse_model
 from alignkit.vllm.sampler import AlignedSampler, ProcessedLogprobs
 
 PARTS_PER_STEP = 4
-"""schedule: parts (modules, or groups of methods) that each engine step checks, round-robin, in microseconds."""
+"""schedule: parts (modules, or groups of methods) that one engine step checks, round-robin; a step's check must take
+microseconds. A smaller number finds a replacement after more steps."""
 METHODS_PER_PART = 8
-"""schedule: methods of a class per part of a step's check."""
+"""schedule: methods of a class that one part holds."""
 ENGINE = ("vllm", "torch", "alignkit")
 """Packages whose classes compute in the engine; their methods must come from them or from the standard library."""
 
@@ -61,11 +63,11 @@ class Watch:
         self._suspect = False
 
     def inspect(self) -> dict[str, int]:
-        """Check all parts and values; return the number of modules per aligned class.
+        """Check all modules, samplers, methods and values; return the number of modules per aligned class.
 
         Raises:
-            UnsupportedError: If a part was replaced, or differs from config.json. Every later step raises it too, until
-                a check passes.
+            UnsupportedError: If a module, sampler or method was replaced, or a value differs from config.json. Every
+                later step raises the error too, until a check passes.
         """
         self._suspect = True
         model = self._runner.get_model()
@@ -74,11 +76,12 @@ class Watch:
             f"{path or 'the model'}: {fault}" for path, module in model.named_modules() for fault in _faults(module)
         ]
         attention = [m for m in model.modules() if isinstance(m, Attention)]
-        faults += [f"{m.layer_name}: {self._attention_fault(m)}" for m in attention if self._attention_fault(m)]
+        faults += [f"{m.layer_name}: {fault}" for m in attention for fault in self._attention_faults(m)]
         faults += [
             f"{name}: {fault}" for name, part, kind in self._sampling() for fault in _sampling_faults(part, kind)
         ]
-        faults += [f"{where}: {_name(hook)}" for where, hook in _global_hooks() if not _is_allowed(hook)]
+        foreign = [hook for hook in _global_hooks() if not _is_allowed(hook)]
+        faults += [f"torch.nn.Module: {_hook_fault(hook, 'global ')}" for hook in foreign]
         parts = [
             *model.modules(),
             *(part for _, part, _ in self._sampling()),
@@ -86,14 +89,15 @@ class Watch:
             *(m.quant_method for m in model.modules() if hasattr(m, "quant_method")),
         ]
         classes = dict.fromkeys(c for part in parts for c in _classes(type(part)))
-        faults += [f"{c.__qualname__}.{name} was replaced" for c in classes for name in _replaced_methods(c)]
+        faults += [fault for c in classes for fault in _method_faults(c)]
         if not faults:  # the parts have the attributes that this reads
             faults = deviations(model, self._read, self._config.parallel_config.tensor_parallel_size)
         if faults:
             raise UnsupportedError(
-                "vLLM engine: parts are not aligned: "
+                "vLLM engine: must run alignkit's code with the values of config.json. Failed checks: "
                 + "; ".join(faults[:8])
                 + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
+                + ". Remove the hooks, monkey-patches or overrides listed here"
             )
         self._kinds = {type(m) for m in model.modules()}
         self._methods = [
@@ -121,7 +125,7 @@ class Watch:
     def _changed(self, module: torch.nn.Module) -> bool:
         if type(module) not in self._kinds or _faults(module):
             return True
-        return isinstance(module, Attention) and self._attention_fault(module) is not None
+        return isinstance(module, Attention) and bool(self._attention_faults(module))
 
     def _cycle(self) -> Iterator[torch.nn.Module | _Methods]:
         while True:
@@ -144,15 +148,17 @@ class Watch:
             yield "sampler.topk_topp_sampler", last, ProcessedLogprobs
             yield "sampler.topk_topp_sampler.sampler", getattr(last, "sampler", None), TopKTopPSampler
 
-    def _attention_fault(self, module: Attention) -> str | None:
+    def _attention_faults(self, module: Attention) -> list[str]:
         if type(module.impl) is not AlignedAttentionImpl:
-            return f"attention must be computed by {AlignedAttentionImpl.__name__}, got {type(module.impl).__name__}"
-        if not _methods(AlignedAttentionImpl).isdisjoint(vars(module.impl)):
-            return f"{_shadowed(module.impl)} of its attention was replaced by an attribute"
+            return [f"impl: must be {AlignedAttentionImpl.__name__}, got {type(module.impl).__name__}"]
+        faults = _shadowed(module.impl, "impl.")
         # vLLM runs the attention module that is registered under the layer's name, not the one in the model.
         if self._config.compilation_config.static_forward_context.get(module.layer_name) is not module:
-            return "another module is registered in static_forward_context under its layer name"
-        return None
+            faults.append(
+                "compilation_config.static_forward_context: must map this layer's name to the model's attention layer, "
+                "got another object"
+            )
+        return faults
 
 
 class _Methods(NamedTuple):
@@ -182,17 +188,16 @@ def _faults(module: torch.nn.Module) -> list[str]:
     own, found = vars(module), []
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         both = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
-        found += [f"forward hook {_name(hook)}" for hook in both if not _is_allowed(hook)]
+        found += [_hook_fault(hook) for hook in both if not _is_allowed(hook)]
     if own.get("_compiled_call_impl") is not None:
-        found.append("compiled by Module.compile")
-    if not _methods(type(module)).isdisjoint(own):
-        found.append(f"{_shadowed(module)} was replaced")
+        found.append("must not be compiled by torch.nn.Module.compile()")
+    found += _shadowed(module)
     method = own.get("quant_method")
     if method is not None and type(module) in _METHOD_OF:
         if type(method) is not _METHOD_OF[type(module)]:
-            found.append(f"must be computed by {_METHOD_OF[type(module)].__name__}, got {type(method).__name__}")
-        elif vars(method) and not _methods(type(method)).isdisjoint(vars(method)):
-            found.append(f"{_shadowed(method)} of its {type(method).__name__} was replaced")
+            found.append(f"quant_method: must be {_METHOD_OF[type(module)].__name__}, got {type(method).__name__}")
+        else:
+            found += _shadowed(method, "quant_method.")
     return found
 
 
@@ -205,22 +210,36 @@ _METHOD_OF = {aligned: AlignedLinearMethod for name, aligned in ALIGNED.items() 
 
 def _sampling_faults(part: Any, kind: type) -> list[str]:
     if type(part) is not kind:
-        return [f"must be {kind.__name__}, got {type(part).__name__}"]
+        wanted = "None" if kind is type(None) else kind.__name__
+        return [f"must be {wanted}, got {'None' if part is None else type(part).__name__}"]
     if kind is TopKTopPSampler:  # vLLM binds `forward` to one of its methods
-        own = getattr(part.forward, "__self__", None) is part and part.forward.__func__ in vars(kind).values()
-        return [] if own and not part._forward_hooks and not part._forward_pre_hooks else ["its forward was replaced"]
+        if getattr(part.forward, "__self__", None) is not part or part.forward.__func__ not in vars(kind).values():
+            return [f"forward: must be a method of {kind.__name__}, got {described(part.forward)}"]
+        own = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        return [f"must have no forward hooks, got {_name(hook)}" for hook in own]
     if isinstance(part, torch.nn.Module):
         return _faults(part)
-    return [f"{_shadowed(part)} was replaced"] if part is not None and _shadowed(part) else []
+    return [] if part is None else _shadowed(part)
 
 
-def _global_hooks() -> Iterator[tuple[str, Callable]]:
-    yield from (("forward hook of all modules", hook) for hook in hooks._global_forward_hooks.values())
-    yield from (("forward hook of all modules", hook) for hook in hooks._global_forward_pre_hooks.values())
+def _global_hooks() -> Iterator[Callable]:
+    yield from hooks._global_forward_hooks.values()
+    yield from hooks._global_forward_pre_hooks.values()
 
 
-def _shadowed(part: Any) -> str:
-    return ", ".join(sorted(_methods(type(part)) & vars(part).keys()))
+def _hook_fault(hook: Callable, kind: str = "") -> str:
+    return f"must have only {kind}forward hooks of vLLM or alignkit, got {_name(hook)}"
+
+
+def _shadowed(part: Any, prefix: str = "") -> list[str]:
+    """Return a fault for each method of an object that an attribute of the object hides. prefix: path to the object."""
+    own, methods = vars(part), _methods(type(part))
+    if methods.isdisjoint(own):  # the usual case, within a step's check
+        return []
+    return [
+        f"{prefix}{name}: must be {type(part).__name__}'s method, got an attribute assigned to the object"
+        for name in sorted(methods & own.keys())
+    ]
 
 
 @functools.cache
@@ -253,16 +272,17 @@ def _runs(kind: type) -> dict[str, Any]:
     }
 
 
-def _replaced_methods(kind: type) -> list[str]:
-    """Return the names of a class's methods that changed since the first check, or come from another package."""
+def _method_faults(kind: type) -> list[str]:
+    """Return a fault for each method of a class that changed since the first check, or comes from another package."""
     now = _runs(kind)
     then = _first_methods.setdefault(kind, now)
     allowed = ENGINE if _package(kind.__module__) != "alignkit" else ("alignkit",)
-    return sorted(
-        name
-        for name in now.keys() | then.keys()
+    return [
+        f"{kind.__qualname__}.{name}: must be the method that {_package(kind.__module__)} defines, got "
+        + (described(now[name]) if name in now else "no such method")
+        for name in sorted(now.keys() | then.keys())
         if now.get(name) is not then.get(name) or not _comes_from(now[name], allowed)
-    )
+    ]
 
 
 def _comes_from(method: Any, packages: tuple[str, ...]) -> bool:

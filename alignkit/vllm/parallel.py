@@ -45,7 +45,7 @@ class AcrossReplicas(EngineTP):
 
     def __init__(self, coordinator, label: str) -> None:
         super().__init__(coordinator, label)
-        self._ranks_per_replica = self.size // get_dp_group().world_size  # they split the rows of a replica
+        self._ranks_per_replica = self.size // get_dp_group().world_size  # these ranks split the rows of a replica
 
     def padded_rows(self, rows: int) -> int:
         """Return the largest number of rows of any rank, to which all ranks pad.
@@ -56,7 +56,7 @@ class AcrossReplicas(EngineTP):
             return rows
         metadata = get_forward_context().dp_metadata
         if metadata is None:
-            raise BackendError("dp_metadata: vLLM's forward context must contain it with data parallelism, got None")
+            raise BackendError("dp_metadata: must be set in vLLM's forward context with data parallelism, got None")
         longest = -(-int(metadata.num_tokens_across_dp_cpu.max()) // self._ranks_per_replica)
         replicas = metadata.num_tokens_across_dp_cpu
         if rows > longest:

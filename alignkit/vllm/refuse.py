@@ -1,8 +1,8 @@
 """Validation of vLLM's engine configuration, requests and built models: unsupported features raise an error by name.
 
-`policy` holds the tables of single fields. Here are the checks across fields, environment variables and modules; `live`
-checks a running engine. Each reason names the setting that the user can change. tests/vllm/test_rejections.py and
-test_experts.py match the texts.
+`policy` holds the tables of single fields. This file has the checks across fields, and those of environment variables,
+requests and modules; `live` checks a running engine. Each reason names the setting that the user can change.
+tests/vllm/test_rejections.py and test_experts.py match the texts.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ def refuse_config(config) -> None:
                 config.use_v2_model_runner and not asked.version.graphs,
             ),
             (
-                "enable_dbo (overlapping micro-batches): must be False, and ubatch_size at most 1",
+                "enable_dbo, ubatch_size (overlapping micro-batches): must be False and at most 1, got "
+                f"{getattr(parallel, 'enable_dbo', None)} and {getattr(parallel, 'ubatch_size', None)}",
                 parallel.use_ubatching,
             ),
             (f"runner: must be generate, got {model.runner_type}", model.runner_type != "generate"),
             (
-                "VLLM_BATCH_INVARIANT: must be 0 or unset, because it selects other kernels",
+                "VLLM_BATCH_INVARIANT: must be 0 or unset, because it makes vLLM select other kernels",
                 _is_set("VLLM_BATCH_INVARIANT"),
             ),
             (
@@ -209,7 +210,7 @@ def refuse_model(model: torch.nn.Module, aligned: tuple[type, ...]) -> dict[str,
             unsupported.append(f"{path or 'the model'} ({name})")
     if unsupported:
         raise UnsupportedError(
-            f"unsupported modules: {', '.join(unsupported[:8])}"
+            f"vLLM model: must have only modules of supported classes, got {', '.join(unsupported[:8])}"
             + (f" and {len(unsupported) - 8} more" if len(unsupported) > 8 else "")
         )
     return counts

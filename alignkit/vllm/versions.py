@@ -14,7 +14,16 @@ from dataclasses import dataclass, field, replace
 from alignkit.engines.versions import Row, Versions
 from alignkit.runtime import families
 from alignkit.runtime.families import Family
-from alignkit.vllm.hook_points import COMMON, CPU, CUDA, SINCE_0_25, SINCE_0_26, SINCE_0_32, UNTIL_0_25, UNTIL_0_26
+from alignkit.vllm.hook_points import (
+    COMMON,
+    CPU,
+    CUDA,
+    FROM_0_24_TO_0_25,
+    FROM_0_24_TO_0_26,
+    FROM_0_25,
+    FROM_0_26,
+    FROM_0_32,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class Version:
     without: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        """Return the text that error messages append to a minor version, as in "0.26.x on cuda"."""
         return f".x on {self.family.device_type}"
 
 
@@ -57,11 +67,11 @@ _BEFORE_0_26 = replace(_CUDA, scores="compute_topk_logprobs", replicas=False)
 VERSIONS: Versions[Version] = Versions(
     "vLLM",
     {
-        "0.24": Row(COMMON + CUDA + UNTIL_0_25 + UNTIL_0_26, _BEFORE_0_26),
-        "0.25": Row(COMMON + CUDA + SINCE_0_25 + UNTIL_0_25 + UNTIL_0_26, _BEFORE_0_26),
-        "0.26": Row(COMMON + CUDA + SINCE_0_25 + SINCE_0_26 + UNTIL_0_26, _CUDA),
+        "0.24": Row(COMMON + CUDA + FROM_0_24_TO_0_25 + FROM_0_24_TO_0_26, _BEFORE_0_26),
+        "0.25": Row(COMMON + CUDA + FROM_0_24_TO_0_25 + FROM_0_24_TO_0_26 + FROM_0_25, _BEFORE_0_26),
+        "0.26": Row(COMMON + CUDA + FROM_0_24_TO_0_26 + FROM_0_25 + FROM_0_26, _CUDA),
         "0.32": Row(
-            COMMON + CPU + SINCE_0_25 + SINCE_0_26 + SINCE_0_32,
+            COMMON + CPU + FROM_0_25 + FROM_0_26 + FROM_0_32,
             Version(
                 family=families.CPU,
                 worker="vllm.v1.worker.cpu_worker:CPUWorker",
@@ -71,7 +81,7 @@ VERSIONS: Versions[Version] = Versions(
                 replicas=True,
             ),
         ),
-        "0.33": Row(COMMON + CPU + SINCE_0_25 + SINCE_0_26 + SINCE_0_32),
+        "0.33": Row(COMMON + CPU + FROM_0_25 + FROM_0_26 + FROM_0_32),
     },
 )
 

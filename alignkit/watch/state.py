@@ -20,11 +20,15 @@ from ..errors import InputError
 T = TypeVar("T")
 
 MAX_RANKS = 1024
+"""Maximum number of ranks whose files are read; the page names the first file that is not read."""
 MAX_POINTS = 512
 """Maximum number of points in a rank's curve."""
 MAX_WORST = 20
+"""Maximum number of worst tokens per rank and on the page."""
 MAX_METRICS = 200
+"""Maximum number of metrics taken from a record."""
 MAX_REPLAYS = 100
+"""Maximum number of listed replays."""
 READ_LIMIT = 2**25
 """Maximum number of bytes read by one refresh; if more remain, the page shows the progress."""
 _TEXT = 200

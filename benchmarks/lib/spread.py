@@ -1,6 +1,7 @@
 """Distribution of time ratios over the random GEMMs of ``matmul.py --draw``.
 
-``matmul.py`` prints the tables; ``tables.py`` writes them to a page. No result file has these targets or buckets.
+``matmul.py`` prints the tables; ``tables.py`` writes them to a page. Result files do not hold the targets and buckets,
+so both may change; run ``make tables`` then.
 """
 
 from __future__ import annotations

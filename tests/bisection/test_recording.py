@@ -168,7 +168,7 @@ def test_chosen_values_stay_within_the_budget(tmp_path):
     [
         ("weights", "x", "weights"),
         ("sequences", [[1, 2, 3], [4, 6]], "tokens"),
-        ("architecture", vars(ARCH) | {"rope_base": 5.0}, "architecture: .*rope_base"),
+        ("architecture", vars(ARCH) | {"rope_base": 5.0}, r"architecture: .*rope_base = .* \(A\) and 5.0 \(B\)"),
     ],
 )
 def test_mismatched_recordings_are_rejected(tmp_path, field, value, message):

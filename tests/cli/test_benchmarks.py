@@ -2110,7 +2110,7 @@ def test_the_pages_hold_the_tables_of_the_results(tables):
         assert tables.fill(page.read_text(), made) == page.read_text(), page.name
     text = "".join(page.read_text() for page in pages)
     for name in made:
-        assert f"<!-- table:{name} -->" in text, name
+        assert f"<!-- table:{name} {tables.NOTE} -->" in text, name
 
 
 # where_drift

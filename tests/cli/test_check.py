@@ -383,6 +383,10 @@ def test_training_layouts_are_compared_with_a_batch(tmp_path, monkeypatch):
         ):
             with pytest.raises(UnsupportedError, match=why):
                 run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
+        monkeypatch.setattr("alignkit.check.train.installed", lambda name: False)
+        with pytest.raises(UnsupportedError, match="spec: te requires TransformerEngine"):
+            run.run(run.Options(out=tmp_path / "te", trainings=["tp1-te-padded"]), run.Progress())
+        assert not (tmp_path / "te").exists()
         for module in ("run", "machine"):
             monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
         with pytest.raises(
@@ -648,7 +652,7 @@ def test_the_report_fits_a_narrow_screen(tmp_path, long_report):
     "change, message",
     [
         (dict(contract="stock"), "contract: expected .*, got 'stock'"),
-        (dict(prompts=[[9]]), r"prompts\[0\]: must equal the job's prompt"),
+        (dict(prompts=[[9]]), r"prompts\[0\]: must be the prompt that alignkit check gave the engine, got other"),
         (dict(values=[[]]), r"tokens\[0\]: must have at least one sampled token, got none"),
     ],
 )
@@ -779,8 +783,8 @@ def _add_head(path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (_config(rope_theta=None), "rope_theta: must be a positive number, got None"),
-        (_config(rms_norm_eps=None), "rms_norm_eps: must be a positive number, got None"),
+        (_config(rope_theta=None), "rope_theta: must be a positive number, got null"),
+        (_config(rms_norm_eps=None), "rms_norm_eps: must be a positive number, got null"),
         (_config(logit_scale=0.5), "logit_scale: must be 1, got 0.5"),
         (_config(num_hidden_layers=2), "the checkpoint has no tensor 'model.layers.1."),
         (

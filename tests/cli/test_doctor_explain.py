@@ -138,14 +138,14 @@ def test_moe_pairs_selects_torch_for_too_many_experts():
 def test_scattered_expert_matrices_select_each():
     lines = list(explain("moe_products", [*LINEAR, "experts=8", "scattered=yes"]))
     assert kernels(lines, "skipped") == ["many", "few", "grouped"] and kernels(lines, "selected") == ["each"]
-    assert any("expert matrices: strides and 16-byte alignment must be equal for all experts" in line for line in lines)
+    assert any("scattered: must be no (all experts' matrices with equal strides" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     "op,words,message",
     [
         ("matmul", [], "op: must be one of "),
-        ("linear", ["rows=64", "k=64"], "n: required, for example n=64"),
+        ("linear", ["rows=64", "k=64"], "n: required, for example n=64. linear requires rows, k, n; optional names"),
         ("rms_norm", [], "rows, h: required, for example rows=64"),
         ("linear", ["leaves=3"], "rows, k, n: required"),
         ("linear", ["rows=99999999999", "k=64", "n=64"], "rows: must have at most 10 digits, got 99999999999"),
@@ -173,6 +173,12 @@ def test_invalid_arguments_are_rejected(alignkit, op, words, message):
 def test_a_composite_op_names_its_parts():
     assert "head_statistics, head_gradient, head_products" in [*explain("linear_logp", [])][-1]
     assert "depend" not in "".join(explain("silu_mul", []))
+
+
+def test_list_prints_the_names_of_each_op():
+    lines = list(explain("list", []))
+    assert [line.split()[0] for line in lines] == list(dispatch.OPS)
+    assert any(line.split()[1:] == "rows, h; optional: dtype, aligned, family, backend".split() for line in lines)
 
 
 def test_sizes_without_an_op_are_a_usage_error(alignkit):

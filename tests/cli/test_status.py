@@ -112,7 +112,8 @@ def test_exit_statuses_are_distinct_and_documented(alignkit):
     statuses = [value for name, value in vars(cli).items() if name.startswith("EXIT_")]
     assert len(set(statuses)) == len(statuses) == 6 and 0 not in statuses
     status, out, _ = alignkit("--help")
-    listed = [line.split()[0] for line in out.partition("Exit status:")[2].splitlines() if line.strip()]
+    starts = [line.split()[0] for line in out.partition("Exit status:")[2].splitlines() if line.strip()]
+    listed = [start for start in starts if start.isdigit()]  # the other lines continue a status
     assert status == 0 and listed == [str(s) for s in sorted([0, *statuses])]
     text = (Path(__file__).parents[2] / "docs/drift.md").read_text()
     assert all(f"| {s} |" in text for s in (0, *statuses))
@@ -120,6 +121,28 @@ def test_exit_statuses_are_distinct_and_documented(alignkit):
 
 def test_names_in_the_help_equal_the_names_that_the_commands_accept():
     assert cli.DTYPES == plan.DTYPES and cli.BISECT_OPS == points.OPS
+
+
+@pytest.mark.parametrize("option", ["--model-family", "--arch"])
+def test_bisect_accepts_both_names_of_the_model_family(option):
+    assert cli.bisect.make_context("bisect", ["hf", "hf", option, "qwen3-moe"]).params["arch"] == "qwen3_moe"
+
+
+def test_numbers_outside_a_listed_range_are_usage_errors(alignkit, files):
+    for args, message in (
+        (["compare", *files, "--worst", "-1"], "'--worst': must be at least 0, got -1"),
+        (["watch", ".", "--port", "65536"], "'--port': must be in [0, 65535], got 65536"),
+    ):
+        status, _, err = alignkit(*args)
+        assert status == cli.EXIT_USAGE and message in err
+
+
+def test_the_budget_is_checked_in_mib(alignkit):
+    assert alignkit("bisect", "hf", "hf", "--no-report", "--budget", "0") == (
+        cli.EXIT_REFUSED,
+        "",
+        "error: budget: must be at least 1 MiB, got 0\n",
+    )
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_a_file_of_another_format_is_rejected(tmp_path):
         load(path)
     save_file({"weight": torch.zeros(2)}, path)
     with pytest.raises(
-        InputError, match="b: expected a logprob file with the metadata format = 'alignkit-logprobs', got None"
+        InputError, match="b: expected a logprob file with the metadata format = 'alignkit-logprobs', got none"
     ):
         load(path)
 
@@ -86,7 +86,7 @@ def test_a_file_of_another_format_is_rejected(tmp_path):
     "change, message",
     [
         (dict(metadata={"format_version": "9"}), "format_version: .*, got '9'"),
-        (dict(drop=["contract"]), "contract: must be in the metadata, got none"),
+        (dict(drop=["contract"]), "contract is missing from the metadata"),
         (dict(metadata={"contract": ""}), "contract: expected a string of 1 to 200"),
         (dict(metadata={"meta": "{"}), "meta: must be JSON"),
         (dict(metadata={"meta": "[]"}), "meta: must be a JSON object, got a list"),

@@ -637,6 +637,7 @@ def test_invalid_options_are_rejected(tmp_path, options, name):
         ({"tokens": torch.zeros(1, 2)}, "tokens"),
         ({"tokens": torch.zeros(2, 2, dtype=torch.int64)}, "tokens"),
         ({"context": {"a/b": torch.zeros(1)}}, "context"),
+        ({"context": {f"c{i}": torch.zeros(1) for i in range(97)}}, "context: must have at most 96 tensors, got 97"),
         ({"context": {"a": [1]}}, "context"),
         ({"train_logp": torch.zeros(1, 2, device="meta")}, "device|contract"),
     ],
@@ -689,6 +690,8 @@ def test_invalid_replays_are_rejected(tmp_path):
     ):
         save_file(tensors, path, metadata={**metadata, **change})
         assert_rejected(match)
+    save_file(tensors, path, metadata={k: v for k, v in metadata.items() if k != "info"})
+    assert_rejected("info is missing from the metadata. A replay must be written by alignkit.drift.Monitor")
     for change, match in (
         ({"mask": tensors["mask"][:2].clone()}, "'mask': must have the shape of 'rollout_logp', "),
         ({"train_logp": tensors["train_logp"].double()}, "'train_logp': must have dtype F32 or BF16, got F64"),

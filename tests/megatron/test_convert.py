@@ -501,7 +501,7 @@ def test_shared_expert_is_sharded_as_a_dense_mlp(checkpoint, tmp_path):
     config = json.loads((path / "config.json").read_text())
     assert read(tmp_path, config | {"qkv_bias": True, "mlp_only_layers": None, "decoder_sparse_step": 1}) == arch
     for change, named in (
-        ({"qkv_bias": False}, "qkv_bias: must be True, got False"),
+        ({"qkv_bias": False}, "qkv_bias: must be true, got false"),
         ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: must be a positive integer, got 0"),
     ):
         with pytest.raises((InputError, UnsupportedError), match=f"^{named}"):
@@ -522,7 +522,7 @@ def test_llama_fields_that_only_vllm_reads_are_rejected(checkpoint, tmp_path):
     "window, message",
     [
         (4096, "must be null, got 4096"),
-        ("absent", "must be null in config.json, but is missing, .* sliding window with mistral"),
+        ("absent", "must be null in config.json, but the field is missing, .* window with mistral. Add"),
         (0, "must be null, got 0"),
     ],
 )

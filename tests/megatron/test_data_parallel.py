@@ -1,6 +1,8 @@
-"""Data parallelism under Megatron's DDP and optimizers, over two gloo ranks: reproducible weights.
+"""Weights after steps of Megatron's optimizers on two data-parallel gloo ranks, plain and distributed.
 
-The distributed optimizer and overlapped reduction must give the weights of the plain optimizer, bit for bit.
+The distributed optimizer and overlapped reduction must give the weights of the plain optimizer, bit for bit. Two ranks,
+because the sum of more gradients depends on their order. test_ddp.py has the gradients of one step on one data-parallel
+rank; layouts.py holds the function that runs on the ranks.
 """
 
 from functools import partial
@@ -13,6 +15,7 @@ from tests.megatron import layouts
 
 
 def same(results, expected):
+    """Compare the ranks' results of `layouts.data_parallel`: losses (with `clip`, and norms) and weights."""
     for (losses, weights), (wanted, its_weights) in zip(results, expected, strict=True):
         assert losses == wanted
         for name, weight in weights.items():
@@ -20,7 +23,7 @@ def same(results, expected):
 
 
 def test_distributed_optimizer_gives_the_weights_of_the_plain_one(checkpoint, rows, two):
-    """The sum of two ranks' gradients does not depend on the order."""
+    """Compare three reductions of the same gradients; the ranks have different rows."""
     given = checkpoint("qwen3", torch.bfloat16), torch.bfloat16, rows, {}
     plain = two.run(2, partial(layouts.data_parallel, distributed=False), *given)
     (first, weights), (second, others) = plain
@@ -36,5 +39,7 @@ def test_steps_are_reproducible(distributed, checkpoint, rows, two):
     given = checkpoint("qwen3", torch.bfloat16), torch.bfloat16, rows, {}
     run = partial(layouts.data_parallel, distributed=distributed, overlap=True, clip=1.0)
     first = two.run(2, run, *given)
-    assert first[0][0][0][1] > 1.0  # the gradients were clipped
+    steps, _ = first[0]
+    _, gradient_norm = steps[0]
+    assert gradient_norm > 1.0  # the gradients were clipped
     same(two.run(2, run, *given), first)

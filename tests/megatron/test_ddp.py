@@ -1,6 +1,7 @@
-"""Megatron's DistributedDataParallel on a CPU: fp32 main gradients, overlap, micro-batches and hooks.
+"""Gradients of one step under Megatron's DistributedDataParallel on one data-parallel rank, with one or two TP ranks.
 
-Main gradients must equal those of the same step without DDP.
+The fp32 main gradients must equal those of the same step without DDP, bit for bit, with overlap and micro-batches too.
+test_data_parallel.py has two data-parallel ranks, optimizers and weights; workers.py holds the functions of the steps.
 """
 
 from functools import partial

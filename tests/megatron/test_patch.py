@@ -216,7 +216,7 @@ def test_keep_logits_that_is_not_a_bool_is_rejected():
 def test_vocab_size_beyond_the_padded_size_is_rejected(checkpoint, world):
     with patch_megatron(400):
         model = workers.build(checkpoint(), torch.bfloat16)
-        with pytest.raises(InputError, match=r"vocab_size: must be at most the model's padded size 384, got 400"):
+        with pytest.raises(InputError, match=r"vocab_size: must be at most 384, the model's padded size, got 400"):
             model(torch.tensor([[1, 2, 3]]), None, None)
 
 
@@ -430,7 +430,7 @@ def test_each_model_has_its_own_vocab_size(checkpoint, rows, world):
             set_vocab_size(second, 500)
             assert_bitwise_equal(losses(second), expected[large, 500])
             set_vocab_size(second, 513)
-            with pytest.raises(InputError, match=r"vocab_size: must be at most the model's padded size 512, got 513"):
+            with pytest.raises(InputError, match=r"vocab_size: must be at most 512, the model's padded size, got 513"):
                 losses(second)
     for size in (0, True, "7"):
         with pytest.raises(InputError, match="vocab_size"):

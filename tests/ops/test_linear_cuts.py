@@ -1,7 +1,9 @@
-"""Symbolic execution of the Gluon kernel alignkit/ops/linear/hopper.py on a CPU: k-trees of many rows, with cut tiles.
+"""Symbolic execution of the Gluon kernel alignkit/ops/linear/hopper.py on a CPU: k-trees of many rows.
 
-The test runs the kernel's warp roles on names instead of numbers, and checks the order of summation. `Device` takes the
-place of the Gluon functions that the roles call; a role that calls another function needs that function in `Device`.
+A cut tile is one whose leaves several CTAs compute (stream-K); `cost.cuts` lists the ways to cut. The test runs the
+kernel's warp roles on names instead of numbers, and checks that every cut keeps the order of summation. `Device` takes
+the place of the Gluon functions that the roles call; a role that calls another function needs that function in
+`Device`.
 """
 
 import importlib

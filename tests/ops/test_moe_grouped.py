@@ -34,7 +34,7 @@ def test_grouped_kernels_accept_stacked_and_listed_matrices(op):
     "reason,p",
     [
         (
-            "expert matrices: strides and 16-byte alignment must be equal for all experts, got different ones",
+            "scattered: must be no (all experts' matrices with equal strides and 16-byte alignment), got yes",
             lambda: problem([weights(64, 32), weights(32, 64).t()]),
         ),
         (

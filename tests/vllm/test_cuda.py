@@ -231,11 +231,11 @@ def logprobs_of_the_sampler(state, model):
 def test_status_names_a_replaced_part(engines, name):
     seen, patched = engines[name](statuses_with_replaced_parts)
     parts = (
-        "sampler: sample was replaced",
+        "sampler: sample: must be AlignedSampler",
         "input_layernorm (RMSNorm)",
         "forward hook",
-        "Qwen3Attention.forward was replaced",
-        "forward of its attention was replaced",
+        "Qwen3Attention.forward: must be the method that vllm defines",
+        "impl.forward: must be AlignedAttentionImpl's method",
     )
     for text, part in zip(seen, parts, strict=True):
         assert part in text

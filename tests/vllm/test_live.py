@@ -268,19 +268,19 @@ def attention_registered(state, model):
 
 PARTS = {
     sampler: "sampler: must be AlignedSampler, got Sampler",
-    logprobs_of_the_sampler: "sampler: compute_logprobs was replaced",
+    logprobs_of_the_sampler: "sampler: compute_logprobs: must be AlignedSampler's method, got an attribute",
     norm: r"model.layers.1.input_layernorm \(RMSNorm\)",
     module: r"model.layers.0.mlp.act_fn \(Doubled\)",
-    forward_of_a_module: "model.layers.1.mlp.down_proj: forward was replaced",
-    method_of_our_class: "AlignedRMSNorm.forward was replaced",
-    method_added_to_our_class: "AlignedSiluAndMul._call_impl was replaced",
-    method_of_vllms_class: "Qwen3Attention.forward was replaced",
-    hook: "model.layers.0.self_attn: forward hook hook.<locals>.<lambda>",
-    hook_before: "logits_processor: forward hook",
-    global_hook: "forward hook of all modules",
-    linear_method: "model.layers.1.self_attn.qkv_proj: must be computed by AlignedLinearMethod, got Mine",
-    attention: "forward of its attention was replaced",
-    attention_registered: "another module is registered in static_forward_context",
+    forward_of_a_module: "model.layers.1.mlp.down_proj: forward: must be AlignedRowParallelLinear's method",
+    method_of_our_class: "AlignedRMSNorm.forward: must be the method that alignkit defines, got ",
+    method_added_to_our_class: "AlignedSiluAndMul._call_impl: must be the method that alignkit defines, got ",
+    method_of_vllms_class: "Qwen3Attention.forward: must be the method that vllm defines, got ",
+    hook: "model.layers.0.self_attn: must have only forward hooks of vLLM or alignkit, got hook.<locals>.<lambda>",
+    hook_before: "logits_processor: must have only forward hooks",
+    global_hook: "torch.nn.Module: must have only global forward hooks of vLLM or alignkit, got global_hook",
+    linear_method: "model.layers.1.self_attn.qkv_proj: quant_method: must be AlignedLinearMethod, got Mine",
+    attention: "impl.forward: must be AlignedAttentionImpl's method, got an attribute",
+    attention_registered: "static_forward_context: must map this layer's name to the model's attention layer",
 }
 
 
@@ -302,7 +302,7 @@ def test_replaced_module_casts_are_accepted(engine):
     "replace, text",
     [
         (outer_sampler, "sampler.topk_topp_sampler: must be ProcessedLogprobs, got TopKTopPSampler"),
-        (inner_sampler, "sampler.topk_topp_sampler.sampler: its forward was replaced"),
+        (inner_sampler, "sampler.topk_topp_sampler.sampler: forward: must be a method of TopKTopPSampler, got "),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
@@ -315,7 +315,7 @@ def test_a_replaced_sampler_of_processed_logprobs_stops_the_engine(processed, re
 def test_status_names_changed_values(engine):
     seen, patched = engine(statuses_with_changed_values)
     for text, name in zip(seen, ("rms_norm_eps", "logit_scale", "logits soft cap", "attention scale"), strict=True):
-        assert f"{name} (" in text
+        assert f"{name}: must be" in text
     assert patched
 
 

@@ -297,7 +297,7 @@ def test_unsupported_models_are_rejected(process, checkpoint, tmp_path, arch, na
 
 def test_a_model_with_an_extra_layer_is_rejected(process, checkpoint):
     """The configuration is supported, but vLLM builds an extra module from it."""
-    with pytest.raises(UnsupportedError, match=r"unsupported modules: the model \(Extended\), extra \(GELU\)"):
+    with pytest.raises(UnsupportedError, match=r"supported classes, got the model \(Extended\), extra \(GELU\)"):
         process(build_with_an_extra_layer, checkpoint())
 
 

@@ -20,6 +20,7 @@ from .recording import Recording
 GROWTH_TOKENS = 64
 """Tokens whose values are recorded at every point, if the budget allows."""
 STOCK = "stock"
+"""Contract of an unpatched engine's recording."""
 
 
 @dataclass
@@ -99,28 +100,38 @@ class Comparison:
         }
 
 
-def check_comparable(a: Recording, b: Recording) -> None:
-    """Raise InputError if the recordings differ in model, weights, sequences or contract."""
+def check_comparable(a: Recording, b: Recording, names: tuple[str, str] = ("A", "B")) -> None:
+    """Raise InputError if the recordings differ in model, weights, sequences or contract.
+
+    names: names of the two recordings in the message.
+    """
+
+    def both(x: object, y: object) -> str:
+        return f"{x!s:.40} ({names[0]}) and {y!s:.40} ({names[1]})"
+
     if a.architecture != b.architecture:
         fields = [
             (k, a.architecture.get(k), b.architecture.get(k)) for k in sorted({**a.architecture, **b.architecture})
         ]
-        differing = [f"{k} = {x!r:.40} and {y!r:.40}" for k, x, y in fields if x != y]
+        differing = [f"{k} = {both(repr(x), repr(y))}" for k, x, y in fields if x != y]
         raise InputError(f"architecture: must be equal on both sides, got {'; '.join(differing)}")
     if a.weights != b.weights:
         raise InputError(
-            f"weights: must be equal on both sides, got weights with the digests {a.weights:.16} and {b.weights:.16}"
+            "weights: must be equal on both sides, got weights with the digests "
+            + both(f"{a.weights:.16}", f"{b.weights:.16}")
         )
     if len(a.sequences) != len(b.sequences):
         raise InputError(
-            f"tokens: both sides must have the same sequences, got {len(a.sequences)} and {len(b.sequences)} sequences"
+            "tokens: both sides must have the same sequences, got numbers of sequences "
+            + both(len(a.sequences), len(b.sequences))
         )
     for i, (x, y) in enumerate(zip(a.sequences, b.sequences, strict=True)):
         if x != y:
             raise InputError(f"tokens: both sides must have the same sequences, but sequence {i} differs")
     if STOCK not in (a.contract, b.contract) and a.contract != b.contract:
         raise InputError(
-            f"contract: two aligned sides must have the same contract id, got {a.contract!r} and {b.contract!r}"
+            f"contract: two aligned sides must have the same contract id, got {a.contract!r} ({names[0]}) and "
+            f"{b.contract!r} ({names[1]})"
         )
 
 
@@ -155,7 +166,7 @@ def compare(a: Recording, b: Recording) -> Comparison:
         )
         rows_of.append(np.flatnonzero(differs))
     if not any(p.compared for p in differences):
-        raise InputError("recordings: both sides must have recorded at least one token at a common point, got none")
+        raise InputError("recordings: A and B must have at least one token at a point that both recorded, got none")
     first = next((i for i, p in enumerate(differences) if p.differing), None)
     rows = [] if first is None else rows_of[first].tolist()
     comparison = Comparison(differences, missing, first, rows, [a.token(r) for r in rows], [])

@@ -233,7 +233,10 @@ def swap(model, op: str) -> None:
         )
         attention.apply_rotary_pos_emb = modules.apply_rotary_pos_emb
     if not replaced:
-        raise UnsupportedError(f"swap: must be an op that a module of this Megatron-core model computes, got {op!r}")
+        raise UnsupportedError(
+            f"swap: must be an op that a module of this Megatron-core model computes, got {op!r}. Omit --swap, or pass "
+            "another op."
+        )
 
 
 _CLASSES = {

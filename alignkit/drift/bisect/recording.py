@@ -84,7 +84,8 @@ class Recorder:
         width, pieces = point.width // parts, point.pieces // parts
         if value.numel() != len(index) * width:
             raise InputError(
-                f"point {name}: expected {len(index)} rows of {width} values, got shape {list(value.shape)}"
+                f"point {name}: expected {len(index)} rows of {width} values, got shape {list(value.shape)}. alignkit "
+                "bisect does not support this model or engine version."
             )
         wanted = index >= 0
         if self._only is not None:
@@ -142,11 +143,11 @@ def digests(rows: torch.Tensor, pieces: int) -> np.ndarray:
 
 
 _CHUNK_CPU, _CHUNK_GPU = 2**16, 2**25
-"""Values digested per chunk: fits a core's cache (CPU), or the GPU memory left beside an engine."""
+"""schedule: values digested per chunk: fits a core's cache (CPU), or the GPU memory left beside an engine."""
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64
-"""SplitMix64's increment, 2^64 over the golden ratio, as int64."""
+"""SplitMix64's increment, 2^64 over the golden ratio, as int64. Another value needs another `FORMAT_VERSION`."""
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
-"""Shifts and factors of the first two steps of SplitMix64's finalizer."""
+"""Shifts and factors of the first two steps of SplitMix64's finalizer. Others need another `FORMAT_VERSION`."""
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -244,7 +245,7 @@ def merge(parts: list[Path], extra: Path | None, arch: Architecture, **about) ->
         if point.sharded and len(holders) != len(ranks):
             held = [i for i, keys in enumerate(names) if f"digest/{point.name}" in keys]
             raise InputError(
-                f"point {point.name}: must be recorded by each of the {len(ranks)} tensor-parallel ranks, got parts of "
+                f"point {point.name}: must be recorded by each of the {len(ranks)} tensor-parallel ranks, got it from "
                 + ", ".join(f"rank {i}" if i < len(ranks) else "the driver" for i in held)
             )
         merged.digests[point.name] = np.concatenate(digest, 1) if point.sharded else digest[0]
@@ -320,15 +321,15 @@ def _load_json(path: Path) -> dict:
     if not isinstance(about, dict):
         raise InputError(f"{path}: must be a JSON object, got a {type(about).__name__}")
     if about.get("format") != FORMAT:
-        raise InputError(f"{path}: format: must be {FORMAT!r}, that of a recording, got {about.get('format')!r:.50}")
+        raise InputError(f"{path}: format: must be {FORMAT!r}, that of a recording, got {_shown(about, 'format')}")
     if about.get("format_version") != FORMAT_VERSION:
         raise InputError(
             f"{path}: format_version: must be {FORMAT_VERSION!r} for this version of alignkit, "
-            f"got {about.get('format_version')!r:.50}. Record again with this version."
+            f"got {_shown(about, 'format_version')}. Record again with this version."
         )
     for name, kind in _ABOUT.items():
         if name not in about:
-            raise InputError(f"{path}: field {name!r} is missing")
+            raise InputError(f"{path}: field {name!r} is missing. A recording must be written by alignkit bisect.")
         if not isinstance(about[name], kind):
             raise InputError(f"{path}: {name}: must be a JSON {_JSON_NAMES[kind]}, got {about[name]!r:.50}")
     if not 0 < len(about["contract"]) <= MAX_CONTRACT:
@@ -354,13 +355,19 @@ def _load_json(path: Path) -> dict:
     return about
 
 
+def _shown(about: dict, name: str) -> str:
+    """Return a field's value for a message."""
+    return f"{about[name]!r:.50}" if name in about else "none"
+
+
 def _architecture(path: Path, fields: dict) -> Architecture:
     try:
         arch = Architecture(**fields)
     except TypeError as e:  # "Architecture.__init__() got an unexpected keyword argument ..."
         reason = str(e).partition("() ")[2]
         raise InputError(
-            f"{path}: architecture: fields must be those of this alignkit version: {reason:.200}"
+            f"{path}: architecture: fields must be those of this alignkit version: {reason:.200}. Record again with "
+            "this version."
         ) from None
     for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
         size = getattr(arch, name)

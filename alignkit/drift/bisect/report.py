@@ -19,7 +19,9 @@ from .comparison import Comparison, PointDifference
 from .run import Result
 
 _MAX_TOKENS = 12
+"""Number of differing tokens in report.html."""
 _MAX_LISTED = 6
+"""Number of names in a list, and of points from the first differing one on in the terminal table."""
 _SHARE, _MAX, _SWAPPED = "#c2410c", "#1d4ed8", "#15803d"
 
 
@@ -81,8 +83,8 @@ def notes(result: Result) -> list[str]:
     for name, side in (("a", result.a), ("b", result.b)):
         if side.settings.get("eager"):
             remarks.append(
-                f"{name}: vLLM ran eagerly with model runner {side.settings.get('runner')}, without CUDA graphs and "
-                "compilation, since hooks do not run inside a graph"
+                f"{name}: vLLM ran eagerly with model runner {side.settings.get('runner')}, without torch.compile or "
+                "CUDA graphs, since hooks do not run inside a graph"
             )
     return remarks
 

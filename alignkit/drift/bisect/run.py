@@ -50,9 +50,10 @@ LENGTHS = (5, 17, 64, 100)
 VOCAB = 2000
 """Vocabulary size of the generated model."""
 BUDGET = 2**28
-"""Default of `Options.budget`, in bytes."""
+"""Default of `Options.budget`, in bytes; `--budget` of alignkit/cli.py has the same default, in MiB."""
 FILES = ("bisect.json", "report.html")
 FOLDERS = ("recordings", "values", "swapped", "logs", "jobs")
+"""Contents of the output directory: a new run deletes `FILES`, and empties `FOLDERS`."""
 
 
 @dataclass
@@ -327,7 +328,7 @@ def _check(options: Options, sides: list[Side]) -> None:
             )
     require_environment()
     if options.budget < 2**16:
-        raise InputError(f"budget: must be at least {2**16} bytes (1/16 MiB), got {options.budget} bytes")
+        raise InputError(f"budget: must be at least {2**16} bytes, got {options.budget}")
     if not 0 <= options.seed < 2**32:
         raise InputError(f"seed: must be in [0, 2^32), got {options.seed}")
     if not options.timeout > 0:
@@ -420,9 +421,9 @@ def _sequences(
 def _check_given(side: Side, one: Recording, arch: Architecture, weights: str) -> None:
     expected = Recording("", STOCK, vars(arch), weights, one.sequences, {}, {}, {}, {})
     try:
-        check_comparable(one, expected)
+        check_comparable(one, expected, ("recording", "model"))
     except InputError as e:
-        raise InputError(f"{side.directory}: the recording must have the model of the other side: {e}") from None
+        raise InputError(f"{side.directory}: the recording must be of the checkpoint in --model: {e}") from None
 
 
 def _take_values(name: str, side: Recording, again: Recording) -> None:

@@ -228,7 +228,10 @@ class SwappedWorker(resolve(installed().worker)):
         for op in swapped:
             kinds = (AlignedAttentionImpl,) if op == "attention" else tuple(ALIGNED[name] for name in LAYERS[op])
             if not any(isinstance(x, kinds) for m in modules for x in (m, getattr(m, "impl", None))):
-                raise UnsupportedError(f"swap: must be an op that a module of this vLLM model computes, got {op!r}")
+                raise UnsupportedError(
+                    f"swap: must be an op that a module of this vLLM model computes, got {op!r}. Omit --swap, or pass "
+                    "another op."
+                )
 
 
 def write_job(job: dict, path: Path) -> str:

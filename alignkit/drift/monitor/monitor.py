@@ -1,6 +1,9 @@
-"""`Monitor`: per-step drift monitoring of a training loop. docs/monitor.md documents it and the keys of a record.
+"""`Monitor`: per-step drift monitoring of a training loop. docs/monitor.md documents it and the contents of its files.
 
 `names` computes the metrics, `records` and `replay` write the files, and `sinks` forward the metrics to loggers.
+`Monitor.log` builds the record of a call, which `alignkit watch` and users' programs read. `_write_replay` builds the
+`info` of a replay, which `load_replay` and `alignkit bisect --tokens` read. A renamed or removed key, or another type,
+needs another `records.VERSION` or `replay.FORMAT_VERSION`; a new key does not.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from ..compare import DriftReport, compare_tensors, finite_or_none
 from . import sinks as _sinks
 from .names import NAMES
 from .records import MAX_RANK, VERSION, Appender, records_name, replay_name, token_json
-from .replay import CONTEXT_NAME, Replay, Weights, save_replay, weights_digest
+from .replay import CONTEXT_NAME, MAX_CONTEXT, Replay, Weights, save_replay, weights_digest
 
 MAX_WORST = 100
+"""Maximum of `keep_worst`; docs/monitor.md states it. Such a record must be shorter than `records.MAX_LINE`."""
 _MAX_META = 2**16
+"""Maximum length of `meta` as JSON, in characters: a replay's header holds it, which `replay._MAX_HEADER` limits."""
 
 
 class Monitor:
@@ -49,8 +54,8 @@ class Monitor:
             "raise" a DriftError, "warn" with a RuntimeWarning, call a function with the DriftError, or None for no
             alarm. The first alarm of a Monitor also writes a replay file (`load_replay`), before the error is raised.
         keep_worst: Number of worst tokens in each record, in [0, 100].
-        rank: Number of this process's files, in [0, 99999]. Default: the torch.distributed rank, or 0 without
-            torch.distributed.
+        rank: Index in the names of this process's files (NNNNN), in [0, 99999]. Default: the torch.distributed rank, or
+            0 without torch.distributed.
         sinks: Additional receivers of the metrics: "tensorboard" (event files in `directory`), "wandb" (the active
             run, if any), or functions of step and metrics. Default: TensorBoard if installed, and W&B if the loop
             imported it.
@@ -197,6 +202,8 @@ class Monitor:
             raise InputError(f"tokens: expected torch.int64 or torch.int32, got {tokens.dtype}")
         if tokens is not None and tokens.shape != train_logp.shape:
             raise InputError(f"tokens: expected train_logp's shape {list(train_logp.shape)}, got {list(tokens.shape)}")
+        if context is not None and len(context) > MAX_CONTEXT:
+            raise InputError(f"context: must have at most {MAX_CONTEXT} tensors, got {len(context)}")
         for name, x in (context or {}).items():
             if not (isinstance(name, str) and CONTEXT_NAME.fullmatch(name)):
                 raise InputError(f"context: names must have 1 to 100 letters, digits or _, got {name!r:.120}")
@@ -220,7 +227,7 @@ class Monitor:
             try:
                 digest = weights_digest(weights)
             except Exception as e:  # the caller's weights may raise anything; the batch is still saved
-                digest = {"error": f"{type(e).__name__}: {e}"}
+                digest = {"error": f"{type(e).__name__}: {e}"[:1000]}
         if replay.tokens is not None:
             replay.tokens = replay.tokens.detach().cpu().long()
         replay.info = finite_or_none(
@@ -281,8 +288,8 @@ def _one_contract(contract: str | tuple[str, str]) -> str:
         )
     ):
         raise InputError(
-            "contract: expected 'stock', a contract id ('alignkit-...'), or a pair of contract ids (rollout, "
-            f"training), got {contract!r:.200}"
+            "contract: expected 'stock', a contract id ('alignkit-...', at most 200 printable ASCII characters), or a "
+            f"pair of contract ids (rollout, training), got {contract!r:.220}"
         )
     if len(set(ids)) > 1:
         raise InputError(

@@ -1,8 +1,9 @@
 """Record files of the monitor: one append-only JSON Lines file per rank.
 
 A process killed during a write leaves an incomplete last line. Readers skip incomplete lines, and the next process of
-that rank starts a new line. `alignkit watch` and users' programs read the files. A changed key needs another `VERSION`,
-and a change in docs/monitor.md.
+that rank starts a new line. `Monitor.log` builds a record, except for its tokens (`token_json`). `alignkit watch` and
+users' programs read the files. A renamed or removed key, or another type, needs another `VERSION` and a change of
+`_is_record`; a new key does not. docs/monitor.md lists the contents.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ...errors import InputError
 from ..compare import TokenDifference, finite_or_none
 
 VERSION = 1
+"""Value of a record's key "version"; readers skip records of other versions."""
 MAX_RANK = 99999
+"""Maximum of `Monitor`'s `rank`: file names have five digits, as in `RECORDS` and `REPLAY`."""
 MAX_LINE = 2**20
 """Maximum length of a line in bytes; a longer line is not the monitor's and is skipped."""
 RECORDS = re.compile(r"monitor-rank(\d{5})\.jsonl", re.ASCII)
@@ -61,7 +64,7 @@ class Appender:
     """Writer of one rank's file: each line is one write, so a killed process leaves at most one incomplete line."""
 
     def __init__(self, path: Path) -> None:
-        """Open and lock the file; raise InputError if another process writes it (two ranks share a number)."""
+        """Open and lock the file; raise InputError if another process writes it (both have the same `rank`)."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

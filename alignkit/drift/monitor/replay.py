@@ -1,6 +1,7 @@
-"""Replay files: the complete batch that raised an alarm, with its engines and weights digest.
+"""Replay files: the complete batch that raised an alarm, with the machine's versions and a digest of the weights.
 
-`alignkit bisect --tokens` reads them too. Another layout needs another `FORMAT_VERSION`.
+`Monitor` writes one at its first alarm and builds `Replay.info`. `load_replay` and `alignkit bisect --tokens` read
+replays. Another layout, or a renamed or removed key of `info`, needs another `FORMAT_VERSION`; a new key does not.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ MAX_VALUES = 2**28
 """Maximum number of values in one tensor of a replay file."""
 CONTEXT_NAME = re.compile(r"\w{1,100}", re.ASCII)
 _MAX_HEADER = 2**20
-_MAX_TENSORS = 100
+"""Maximum size in bytes of the safetensors header that `load_replay` reads; the header holds `Replay.info`."""
+MAX_CONTEXT = 96
+"""Maximum number of context tensors in a replay file."""
+_MAX_TENSORS = 4 + MAX_CONTEXT
+"""Maximum number of tensors that `load_replay` reads: both logprobs, the mask, the tokens and the context."""
 _CONTEXT = "context."
+"""Prefix of the stored names of `Replay.context`."""
+_WRITTEN_BY = "A replay must be written by alignkit.drift.Monitor."
 _CHUNK = 2**24
-"""Maximum size of a chunk of weights copied to the CPU, in bytes."""
+"""schedule: maximum size of a chunk of weights copied to the CPU, in bytes."""
 
 Weights = torch.nn.Module | Mapping[str, torch.Tensor] | Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -119,8 +126,10 @@ def load_replay(path: str | os.PathLike) -> Replay:
         bounded.check_format(path, metadata, "a replay", FORMAT, FORMAT_VERSION)
         _check_header(path, file)
         tensors = {name: file.get_tensor(name) for name in file.keys()}
+    if "info" not in metadata:
+        raise InputError(f"{path}: info is missing from the metadata. {_WRITTEN_BY}")
     try:
-        info = json.loads(metadata.get("info", "null"))
+        info = json.loads(metadata["info"])
     except (ValueError, RecursionError) as e:
         raise InputError(f"{path}: info: must be JSON, got invalid JSON ({e!s:.100})") from None
     if not isinstance(info, dict):
@@ -180,7 +189,7 @@ def _check_header(path: Path, file: safe_open) -> None:
     shape = None
     for name in ("rollout_logp", "train_logp", "mask", *(n for n in names if n == "tokens")):
         if name not in names:
-            raise InputError(f"{path}: tensor {name!r} is missing")
+            raise InputError(f"{path}: tensor {name!r} is missing. {_WRITTEN_BY}")
         header = file.get_slice(name)
         shape = shape or header.get_shape()
         types = {"mask": ("BOOL",), "tokens": ("I64",)}.get(name, ("F32", "BF16"))

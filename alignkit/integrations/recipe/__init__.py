@@ -83,7 +83,7 @@ def survey(folder: Path) -> tuple[list[str], bool]:
         lines.append(f"{path.relative_to(folder)}: " + (f"{UNSUPPORTED}: {reasons}" if refused else verdict))
     found = len(lines)
     if not found + others:
-        raise InputError(f"recipe: {folder} contains no recipes of verl, NeMo-RL or slime")
+        raise InputError(f"recipe: {folder} contains no recipes of verl, NeMo-RL or slime (*.yaml, *.yml, *.sh)")
     lines.append(
         f"{supported} of {found} Megatron-core recipes are supported; {others} recipes use other training backends"
     )

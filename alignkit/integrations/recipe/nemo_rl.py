@@ -45,6 +45,7 @@ FREE = re.compile(
     r"fused_linear_logprobs_chunk_size|converter_type|train_iters|offload_modules|force_overwrite_initial_ckpt|"
     r"defer_fp32_logits|track_moe_metrics|clear_memory_caches_before_refit|model_overrides|gradient_accumulation_fusion|force_.*|cuda_graph_(modules|scope|warmup_steps)"
 )
+"""NeMo-RL's own fields of `megatron_cfg` that do not affect numerics, or that are checked when the model is built."""
 SERVING = re.compile(
     r"use_tqdm|enable_vllm_metrics_logger|vllm_metrics_logger_interval|expose_http_server|http_server_.*|reasoning_parser_plugin|"
     r"env_vars|skip_mm_profiling|moe_backend|use_deep_gemm|is_mx|quantization_ignored_layer_kws|num_(first|last)_layers_in_bf16|"

@@ -56,13 +56,15 @@ def read(path: Path) -> Recipe:
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"recipe: cannot read {path}: {e}") from None
     counts = {name: sum(key.startswith(begins) for key in settings) for name, begins in FRAMEWORKS.items()}
-    if (
-        MODEL_OF_SLIME not in settings
-    ):  # scripts of other programs have options too, and some slime files contain only model sizes
+    # Scripts of other programs have options too, and some slime files contain only model sizes.
+    if MODEL_OF_SLIME not in settings:
         del counts["slime"]
     framework = max(counts, key=lambda name: counts[name])
     if not counts[framework]:
-        raise InputError(f"recipe: {path} contains no settings of {' or '.join(FRAMEWORKS)}")
+        raise InputError(
+            f"recipe: {path}: must contain settings of verl (actor_rollout_ref.*), NeMo-RL (policy.*) or slime "
+            f"({MODEL_OF_SLIME}), got {len(settings)} other settings"
+        )
     return Recipe(framework, settings)
 
 
@@ -115,6 +117,7 @@ def _yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Setting]:
     return {key: _resolved(setting, found | own) for key, setting in (found | own).items()}
 
 
+# Patterns of YAML values and of shell lines; tests/integrations/test_recipe.py has an example of each form.
 _WHOLE = re.compile(r"\$\{([\w.]+)\}")
 
 

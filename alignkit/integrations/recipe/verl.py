@@ -58,6 +58,7 @@ VLLM = {
 """Setting of verl's rollout -> argument of vLLM's engine."""
 
 TRAINING = re.compile(r"(?:actor_rollout_ref\.(?:actor|ref)|critic)\.megatron\.(.+)")
+"""Pattern of the settings of a Megatron engine."""
 _ENGINE_KWARGS = _ROLLOUT + "engine_kwargs.vllm."
 OWN: dict[str, tuple[tuple[Any, ...], str]] = {
     "dtype": (("bfloat16", "float32"), "fp16"),

@@ -1,4 +1,6 @@
-"""Causal attention with grouped-query heads (GQA). docs/contract.md, "Attention".
+"""Causal attention with grouped-query heads (GQA).
+
+Contract: docs/contract.md, "Attention".
 
 Keys are visited in leaves and blocks of fixed length, counted from position 0 of the sequence. A query's result
 therefore depends only on its own sequence up to its own position.

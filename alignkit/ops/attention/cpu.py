@@ -1,6 +1,7 @@
-"""Calls of the C++ attention kernels (csrc/cpu/kernels.inl), whose order of summation is the contract's.
+"""CPU backend of attention: calls of the C++ kernels (csrc/cpu/kernels.inl).
 
-docs/contract.md, "Attention". reference.py has the same functions and bits.
+reference.py has the same functions and bits; it shows the order of summation, which is the contract's
+(docs/contract.md, "Attention").
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """CUDA attention (WGMMA and TMA, csrc/sm90/attention): training and paged prefill in bf16, head dimensions of DIMS.
 
-Triton computes decode and all other problems, with the same bits. The names and order of the fields of ctypes
-structures must equal the library's, which is checked at import. The limits below are those of the kernels (schedule).
+triton.py computes decode and the problems that these kernels reject, to the same bits (docs/contract.md, "Attention").
+The names and order of the fields of ctypes structures must equal the library's, which is checked at import. The bounds
+below are limits of the kernels: a stricter bound is always valid, a looser one needs a change of the kernels.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from . import triton
 from .common import DECODE_CONTEXT, DECODE_QUERIES, PAD
 from .problem import Attention, Relaunch
 
-DIMS = (64, 96, 128, 256)  # schedule: head dimensions of the CUDA kernels
+DIMS = (64, 96, 128, 256)  # schedule: head dimensions, a limit that the kernels check
 SPILL_BYTES_256 = 102400
 """mirrors csrc/sm90/attention/forward.cu:kSpillBytes256: bytes per CTA for merged accumulators in global memory."""
 SPILL_BYTES = {256: SPILL_BYTES_256}
 """schedule: bytes per CTA for merged accumulators in global memory, by head dimension; 0 for the others."""
 MAX_ROWS = 1 << 30
-"""schedule: bound of rows of q times heads for the CUDA kernels; they count tiles in 32 bits."""
+"""schedule: bound of rows of q times heads, a limit that the kernels check: they count tiles in 32 bits."""
 MAX_GROUP = 64
-"""schedule: the largest GQA group (query heads per KV head) of the CUDA kernels."""
+"""schedule: the largest GQA group (query heads per KV head), a limit that the forward kernel checks."""
 PAGE_MULTIPLE = 16
-"""schedule: the page size must be a multiple of this many rows, the smallest TMA box of the kernel."""
+"""schedule: the page size must be a multiple of this many rows, a limit that the forward kernel checks.
+
+It is the smallest TMA box of the kernel. A multiple of it is valid too.
+"""
 
 
 @cuda.mirrors("AlignkitInts")

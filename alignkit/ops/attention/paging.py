@@ -42,7 +42,8 @@ def check_pages(
         )
     require(
         longest <= table.shape[1] * block_size,
-        f"seq_lens: must not exceed block_table's {table.shape[1]} blocks of {block_size} positions, got {longest}",
+        f"seq_lens: must be at most {table.shape[1] * block_size} (block_table's {table.shape[1]} columns of "
+        f"{block_size} positions), got {longest}",
     )
     used = torch.arange(table.shape[1], device=table.device) * block_size < lens[:, None]
     if len(outside := (used & ((table < 0) | (table >= num_blocks))).nonzero()):

@@ -16,10 +16,16 @@ from .._common import require
 from .._triton import next_power_of_2
 
 ROWS = 16
-"""schedule: rows of a decode tile (positions times heads of a GQA group), unless the group is larger."""
+"""schedule: rows of a decode tile (positions times heads of a GQA group), unless the group is larger.
+
+It must be a power of two, as Triton's tiles are.
+"""
 PROGRAMS_PER_SM = 2  # schedule: programs of the decode kernel
 RECORD = 8
-"""schedule: int32 words of the record that a program writes for the merge kernel; `few._merge_leaves` lists them."""
+"""schedule: int32 words of the record that a program writes for the merge kernel.
+
+`few._merge_leaves` lists the words; RECORD must be at least their number.
+"""
 WORKSPACE = 1 << 28
 """schedule: bytes for leaf states; a larger demand lowers the number of programs, down to one per SM."""
 
@@ -74,8 +80,9 @@ def share(
     state = rows * dim + 2 * (-(-rows // 4) * 4)
     require(
         tokens * leaves * kv_heads < 2**31,
-        f"block_table: queries * leaves * KV heads must be below 2^31, got {tokens} * {leaves} * {kv_heads} for up to "
-        f"{longest} positions, {SM90.kv_leaf} to a leaf",
+        f"block_table: queries * KV heads * (positions / {SM90.kv_leaf}, rounded up) must be below 2^31, got "
+        f"{tokens} * {kv_heads} * {leaves} = {tokens * kv_heads * leaves} for a table of {longest} positions. Pass "
+        "fewer columns of block_table",
     )
     if not programs:
         room = WORKSPACE // (4 * state * leaves)

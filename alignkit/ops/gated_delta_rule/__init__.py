@@ -1,4 +1,6 @@
-"""Backward pass of the gated delta rule's chunk states. docs/contract.md, "Gated delta rule".
+"""Backward pass of the gated delta rule's chunk states, the only part of the gated delta rule in alignkit.
+
+Contract: docs/contract.md, "Gated delta rule". flash-linear-attention computes the other parts (fla.py).
 
 Each sequence and head is computed chunk by chunk, last chunk first, starting from D = dht or 0. With the rows of a
 chunk as matrices:
@@ -35,7 +37,7 @@ from .._common import (
 from .problem import Delta
 
 CHUNK = 64  # contract: rows per chunk
-DIMS = (64, 128, 256)  # schedule: head dimensions, K and V, with kernels
+DIMS = (64, 128, 256)  # schedule: head dimensions K and V, a limit of the CUDA kernel, which does not check them
 INTS = (torch.int32, torch.int64)
 
 

@@ -1,7 +1,8 @@
-"""CUDA gated delta rule (WGMMA and TMA, csrc/sm90/delta/gated_delta_rule.cu), for bf16 and fp16.
+"""CUDA backend of `chunk_gated_delta_rule_bwd_dhu` for bf16 and fp16 (csrc/sm90/delta/gated_delta_rule.cu).
 
-The bits are the contract's (docs/contract.md, "Gated delta rule"); `columns` of `bwd_dhu` is free (schedule). The names
-and order of the fields of `_Delta` must equal the library's, which is checked at import.
+The op is the backward pass of the gated delta rule's chunk states. triton.py computes it to the same bits, for fp32
+too. The bits are the contract's (docs/contract.md, "Gated delta rule"); only `columns` of `bwd_dhu` is free (schedule).
+The names and order of the fields of `_Delta` must equal the library's, which is checked at import.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class _Delta(ctypes.Structure):
 
 
 def _copied(t: torch.Tensor) -> torch.Tensor:
-    """Return t, or a contiguous copy unless TMA can read it: unit-stride rows, 16-byte aligned strides and address."""
+    """Return t if TMA can read it, or else a contiguous copy.
+
+    TMA needs a last dimension of stride 1, and an address and other strides that are multiples of 16 bytes.
+    """
     readable = t.stride(3) == 1 and all(s > 0 and s % 8 == 0 for s in t.stride()[:3]) and t.data_ptr() % 16 == 0
     return t if readable else t.clone(memory_format=torch.contiguous_format)
 
@@ -64,7 +68,8 @@ def bwd_dhu(
 ) -> None:
     """Write dh, dh0 (unless None) and dv2.
 
-    `columns` (schedule) is the number of columns of V per SM: 32, 64 or 128, at most V (64 for K = 256); 0: automatic.
+    `columns` is the number of columns of V that a CTA computes; it affects speed alone (schedule). For K = 64 and 128
+    it is 32, 64 or 128, at most V. For K = 256 a CTA always computes 64. 0: the kernel's launch function chooses.
     """
     inputs = [_copied(t) for t in (q, k, w, do, dv)]
     taken = None if cu_seqlens is None else torch.empty(1, dtype=torch.int32, device=q.device)

@@ -1,6 +1,7 @@
 """Integration with flash-linear-attention: a drop-in function, and `register`, which makes its layers call alignkit.
 
-The parameters of the function are those of fla-core 0.6. `register` is public (docs/api/ops.md).
+The drop-in function has the parameters of fla-core 0.6. A change of their names or order breaks the layers that call
+it. `register` is public (docs/api/ops.md).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     num_chunks = None
     if cu_seqlens is not None and chunk_indices is not None:
         check_plain("chunk_indices", chunk_indices)
-        require(chunk_indices.numel() > 0, "chunk_indices: must not be empty")
+        require(chunk_indices.numel() > 0, f"chunk_indices: must not be empty, got shape {tuple(chunk_indices.shape)}")
         num_chunks = len(chunk_indices)
     for name, t in (("g", g), ("gk", gk), ("dht", dht)):
         if t is not None:

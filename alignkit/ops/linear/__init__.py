@@ -1,7 +1,7 @@
 """Linear layers of the contract: one chain per output, or a k-tree for row-parallel layers.
 
-docs/contract.md, "Linear". Public: `linear` and `row_parallel_linear` (docs/api/ops.md). Other ops call `matmul`,
-`matmul_into` and `row_sum`.
+Contract: docs/contract.md, "Linear". Public: `linear` and `row_parallel_linear` (docs/api/ops.md). Other ops call
+`matmul`, `matmul_into` and `row_sum`.
 """
 
 from __future__ import annotations

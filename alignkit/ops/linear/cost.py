@@ -121,11 +121,12 @@ def best_of_tiles(m: int, n: int, k: int, leaves: int) -> tuple[float, Tile]:
 
 
 MANY_ROWS, MANY_OUTPUTS = 128, 128
-"""schedule: tile shape of hopper.py."""
+"""schedule: tile shape of hopper.py, whose layouts fix MANY_ROWS to 128."""
 KEPT = {1: (), 2: (1,), 4: (2, 3), 8: (2, 4, 6)}
-"""schedule: leaves that the owner of a split tile may compute, by number of leaves.
+"""schedule: leaves that the owner of a split tile may compute, by number of leaves; a limit of hopper.py:_own.
 
-The other leaves are pieces: subtrees of one size, computed by helpers.
+Entries may be removed; a new one needs a change of `_own`. The other leaves are pieces: subtrees of one size, computed
+by helpers.
 """
 
 

@@ -121,9 +121,9 @@ def rejects(p: Product) -> str | None:
     if b_type != a_type:
         return f"weight: dtype must be x's {dtype_name(a_type)}, got {dtype_name(b_type)}"
     if out_type not in (a_type, torch.float32):
-        return f"out: dtype must be x's {dtype_name(a_type)} or fp32, got {dtype_name(out_type)}"
+        return f"out_dtype: must be x's {dtype_name(a_type)} or fp32, got {dtype_name(out_type)}"
     if p.bias is not None and p.accumulate:
-        return "bias: must be None if accumulate is True, got a tensor"
+        return "bias: must be no if accumulate is yes, got yes"
     if p.bias is not None and p.bias[2] != out_type:
         return f"bias: dtype must be out's {dtype_name(out_type)}, got {dtype_name(p.bias[2])}"
     if p.bias is not None and not p.bias_is_dense:
@@ -133,8 +133,8 @@ def rejects(p: Product) -> str | None:
     for name, t in (("x", p.a), ("weight", p.b), ("out", p.out)):
         if _layout(t) is None:
             return (
-                f"{name}: one stride must be 1, the other a multiple of {_ALIGNMENT // 2} without overlapping rows, "
-                f"got {tuple(t[1])} for shape {tuple(t[0])}"
+                f"{name}: one stride must be 1, the other a multiple of {_ALIGNMENT // 2} and at least the length of "
+                f"the dimension with stride 1, got strides {tuple(t[1])} for shape {tuple(t[0])}"
             )
     if p.out[1][1] != 1:
         return f"out: stride of the last dimension must be 1, got {p.out[1][1]}"

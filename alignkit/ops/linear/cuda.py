@@ -1,7 +1,12 @@
-"""CUDA backend: skinny GEMMs (small M) at the speed of reading the weight (csrc/sm90/gemm).
+"""CUDA backend of `linear` for skinny GEMMs (small M), whose run time is the time to read the weight.
 
-skinny_wide.cu computes logits, skinny_narrow.cu long chains with a narrow weight, skinny_split_k.cu k-trees.
-Triton computes everything else, to the same bits. The choice of kernel and split affects speed alone.
+- `few` (csrc/sm90/gemm/skinny_wide.cu): one chain per output, fp32, for many outputs: the logits of decoding.
+- `narrow` (csrc/sm90/gemm/skinny_narrow.cu): one chain per output, for few outputs and large k.
+- `tree` (csrc/sm90/gemm/skinny_split_k.cu): k-trees of 2, 4 or 8 leaves.
+
+Other GEMMs on a GPU use cublaslt.py, hopper.py (Gluon) or triton.py. All give the contract's bits (docs/contract.md,
+"Linear"), so the choice of kernel and of split affects speed alone. A constant that is a limit of a kernel may be
+lowered freely, but raised only together with the kernel.
 """
 
 from __future__ import annotations
@@ -21,25 +26,32 @@ from .cublaslt import round_up_rows
 from .problem import Product
 
 TREE_ROWS = 256
-"""schedule: maximum rows of `tree`."""
+"""schedule: maximum rows of `tree`. The limit of skinny_split_k.cu is 65535, which it checks."""
 FEW_ROWS, FEW_MIN_OUTPUTS = 64, 128 * SM90.sm_count
-"""schedule: maximum rows and minimum outputs of `few`; at least one tile of outputs per SM."""
+"""schedule: maximum rows of `few`, a limit of skinny_wide.cu, which checks it; and minimum outputs, one tile per SM."""
 NARROW_OUTPUTS, NARROW_MIN_K = 16 * SM90.sm_count, 2048
 """schedule: maximum outputs (one tile per SM) and minimum k of `narrow`, for which the chain's latency dominates."""
 NARROW_ROWS = 32
-"""schedule: maximum rows of `narrow`; each CTA reads all rows."""
+"""schedule: maximum rows of `narrow`, a limit of skinny_narrow.cu, which checks it: each CTA holds all rows."""
 QUARTERED_ROWS = 64
-"""schedule: maximum rows of clusters that compute all leaves, a quarter per warpgroup."""
+"""mirrors csrc/sm90/gemm/skinny_split_k.cu:kQuarterWidth: maximum rows of an unsplit `tree`, a limit of the kernel.
+
+The kernel checks it. A cluster computes all leaves, a quarter in each of its four warpgroups.
+"""
 MMA_K = 16
 """hardware: k extent of one MMA instruction; leaf lengths are multiples of it."""
 CLUSTER_OUTPUTS = 256
-"""schedule: maximum outputs of a cluster; the row pitch of partial sums is a multiple of it."""
+"""schedule: the row pitch of partial sums is a multiple of this, a requirement of skinny_split_k.cu.
+
+A cluster of two CTAs writes 2 * 128 outputs, also beyond the last column; the kernel does not check the pitch. Only
+multiples of 256 are valid.
+"""
 
 
 def unsupported(p: Product, rows: int | None = None) -> str | None:
     """Return why none of the kernels supports a GEMM of at most `rows` rows (None for any number), or None."""
     if p.accumulate:
-        return "accumulate: must be False, got True"
+        return "accumulate: must be no, got yes"
     if not p.m or (rows is not None and p.m > rows):
         return f"rows: must be {f'in [1, {rows}]' if rows else 'at least 1'}, got {p.m}"
     if not p.k:
@@ -48,7 +60,7 @@ def unsupported(p: Product, rows: int | None = None) -> str | None:
         if (why := tma_rejects(name, t, torch.bfloat16)) is not None:
             return why
     if p.out[2] not in (torch.float32, torch.bfloat16):
-        return f"out: dtype must be fp32 or bf16, got {dtype_name(p.out[2])}"
+        return f"out_dtype: must be fp32 or bf16, got {dtype_name(p.out[2])}"
     return None if p.out[1][1] == 1 else f"out: stride of the last dimension must be 1, got {p.out[1][1]}"
 
 
@@ -63,10 +75,10 @@ def few_rejects(p: Product) -> str | None:
     if p.n < FEW_MIN_OUTPUTS:
         return f"n: must be at least {FEW_MIN_OUTPUTS}, got {p.n}"
     if p.out[2] != torch.float32:
-        return f"out: dtype must be fp32, got {dtype_name(p.out[2])}"
+        return f"out_dtype: must be fp32, got {dtype_name(p.out[2])}"
     if p.leaves > 1:
         return f"leaves: must be 1, got {p.leaves}"
-    return "bias: must be None, got a tensor" if p.bias is not None else unsupported(p, FEW_ROWS)
+    return "bias: must be no, got yes" if p.bias is not None else unsupported(p, FEW_ROWS)
 
 
 def narrow_rejects(p: Product) -> str | None:
@@ -167,7 +179,7 @@ def cost_of(m: int, n: int, k: int, leaves: int, split: Split) -> float:
 
 
 def best_split(m: int, n: int, k: int, leaves: int) -> Split | None:
-    """Return the fastest split by cost.py, or None if Triton or Gluon is faster.
+    """Return the fastest split by cost.py, or None if triton.py or hopper.py is faster.
 
     The decision is made for `round_up_rows(m)` rows, so the row counts of `warmup_rows` cover all decisions. No other
     count can trigger a compilation.

@@ -44,7 +44,7 @@ from .problem import Product
 SMALL_M = 256
 """schedule: rows up to which 128 x 128 tiles may leave most SMs idle; chains use smaller tiles then."""
 ROWS, COLS = gl.constexpr(cost.MANY_ROWS), gl.constexpr(cost.MANY_OUTPUTS)
-"""schedule: tile shape, which cost.py models."""
+"""schedule: tile shape, which cost.py models. RESULT fixes ROWS to 128: two warpgroups of 64 rows."""
 STEP = gl.constexpr(64)
 """mirrors csrc/sm90/gemm/gemm.cuh:kStep (k extent of a pipeline step, 128 bytes); cost.py models both kernels."""
 MMA_K = 16
@@ -437,7 +437,7 @@ def rejects(p: Product) -> str | None:
 def unsupported(p: Product) -> str | None:
     """Return why this kernel cannot compute a GEMM, or None."""
     if p.accumulate:
-        return "accumulate: must be False, got True"
+        return "accumulate: must be no, got yes"
     for name, t in (("x", p.a), ("weight", p.b)):
         if t[2] != torch.bfloat16:
             return f"{name}: dtype must be bf16, got {dtype_name(t[2])}"

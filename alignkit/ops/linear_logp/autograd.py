@@ -1,8 +1,11 @@
-"""Autograd functions of `linear_logp` and `logp_from_logits`.
+"""Autograd functions of `linear_logp` and `logp_from_logits`; statistics.py computes their forward passes.
 
-The order of sums is the contract's (docs/contract.md, "Log-softmax over the vocabulary"). On a GPU, cuts of rows
-(`HeadLogits.slabs`) change the bits of the gradients of weight and bias. Cuts of columns change no bits; their widths
-are multiples of 256 (`blocks.even`).
+The order of sums is the contract's (docs/contract.md, "Log-softmax over the vocabulary", and for GPUs "On Hopper
+GPUs"). Row blocks of the backward pass are contract on a GPU: the gradients of weight and bias have one chain per
+`Family.head_rows` = 8192 rows. On a CPU their chains continue across row blocks, so the blocks are free.
+
+Column blocks are free, and so are the blocks of the forward pass. `blocks.even` keeps column widths at multiples of
+256, so that no block splits a chain's step of 16 ids.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from .statistics import statistics_of
 
 
 def _remaining(ignored: torch.Tensor) -> torch.Tensor:
-    """Return the rows that are not ignored, in order; on a GPU, which must not synchronize, ignored rows follow."""
+    """Return the indices of the rows that are not ignored, ascending; on a GPU the ignored rows' indices follow.
+
+    On a GPU only the device knows the number of rows (`_count`); a shorter result would need a synchronization.
+    """
     if on_host(ignored.device):
         return (~ignored).nonzero()[:, 0]
     return torch.argsort(ignored, stable=True)
@@ -178,7 +184,7 @@ def _scattered(sums: torch.Tensor, order: torch.Tensor, target: torch.Tensor, to
 class LogitsLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, temperature, ignore_index, shards, tp, entropy, shape):
-        # On a GPU rows are not reordered: nothing is summed over rows here.
+        # On a GPU rows are not reordered: this op sums nothing over rows.
         ignored = target == ignore_index
         order = _remaining(ignored) if on_host(target.device) else None
         target, temperature = _gather(target.masked_fill(ignored, -1), order), _gather(temperature, order)

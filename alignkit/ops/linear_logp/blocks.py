@@ -1,6 +1,7 @@
 """Sizes of the blocks of rows and columns in which logits are computed; they affect speed and memory alone.
 
-Tests replace WORKSPACE and PART_ROWS to obtain several blocks.
+The one block size that is contract, `Family.head_rows`, is in alignkit/runtime/families.py. source.py applies the
+sizes. Tests replace WORKSPACE, PART_ROWS and EVEN to obtain several blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ WORKSPACE = {CPU: 1 << 23, SM90: SM90.sm_count << 20}
 PART_ROWS = {CPU: None, SM90: 4096}
 """schedule: rows of logits computed at a time, so that they are still cached when they are read."""
 EVEN = SM90.sm_count // 2 * VOCAB_TILE
-"""schedule: number of ids that fills all SMs evenly; block widths are multiples of EVEN if possible."""
+"""schedule: a multiple of 256 ids that fills all SMs evenly; block widths are multiples of EVEN if possible."""
 
 
 def cuts(start: int, stop: int, step: int | None, border: int = 0) -> list[slice]:

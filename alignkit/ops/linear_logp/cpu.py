@@ -1,6 +1,6 @@
-"""Calls of the C++ kernels of the LM head (csrc/cpu/kernels.inl).
+"""CPU backend of the LM head: calls of the C++ kernels (csrc/cpu/kernels.inl).
 
-reference.py documents the functions and has the same bits.
+reference.py documents the functions and has the same bits, the contract's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
-"""CUDA backend: GEMMs with fused epilogues (csrc/sm90/head), so that logits are not written to memory.
+"""CUDA backend of the LM head's GEMMs, with fused epilogues (csrc/sm90/head): logits need not be written to memory.
 
-Triton computes everything else, and unsupported operands, to the same bits. The names and order of the fields of ctypes
-structures must equal the library's, which is checked when this file is imported.
+- `head_statistics`: tile statistics of the products of hidden and weight, which are stored only with `keep_logits`.
+- `head_gradient`: gradient of these products.
+- `head_products`: gradients of hidden and weight.
+
+triton.py has the other functions. For operands that these kernels reject, a GEMM of ../linear writes the products to
+memory and triton.py reads them. The bits are equal (docs/contract.md, "Log-softmax over the vocabulary"). The names and
+order of the fields of ctypes structures must equal the library's, which is checked when this file is imported.
 """
 
 from __future__ import annotations
@@ -55,9 +60,10 @@ def _unsupported(hidden: Operand, weight: Operand) -> str | None:
 def head_statistics_rejects(p: Head) -> str | None:
     """Return why `head_statistics` is not used for a problem, or None."""
     if p.products is not None and p.products[1][0] % 4:
-        return f"logits: row stride must be a multiple of 16 bytes, got {4 * p.products[1][0]} bytes"
+        stride = 4 * p.products[1][0]
+        return f"keep_logits: row stride of the kept logits must be a multiple of 16 bytes, got {stride} bytes"
     if p.products is not None and not p.products[3]:
-        return "logits: address must be a multiple of 16 bytes"
+        return "keep_logits: address of the kept logits must be a multiple of 16 bytes"
     return _unsupported(p.hidden, p.weight)
 
 
@@ -125,8 +131,8 @@ def head_statistics(
 ) -> None:
     """Compute `statistics` of hidden [n, K] . weight [C, K]^T; store the products to `products` [n, C] if given.
 
-    `count` is an int32 device scalar: the rows of the whole batch to compute, None for all. `before` is the index of
-    the first row here in the batch. Rows beyond the count get undefined results.
+    `count` is an int32 device scalar: the rows of the whole batch to compute, None for all. `before` is the index, in
+    the batch, of hidden's first row. Rows beyond the count get undefined results.
     """
     head = _head(hidden, weight, transform, temperature, target, first, count, before)
     cuda.call(

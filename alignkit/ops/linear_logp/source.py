@@ -1,7 +1,8 @@
 """Sources of logits: GEMMs of hidden states and the LM head's weight, or a given tensor.
 
-`HeadLogits.slabs` takes the rows of a block from the contract (`Family.head_rows`). Other block sizes change no bits;
-widths are multiples of 256 (`blocks.even`).
+A source also chooses the blocks of rows and columns to compute at a time. The row blocks of `HeadLogits.slabs` are
+contract on a GPU (`Family.head_rows`). All other blocks are free. `blocks.even` keeps their widths at multiples of 256:
+a block must split neither a vocabulary tile (128 ids) nor a chain's step (16 ids).
 """
 
 from __future__ import annotations

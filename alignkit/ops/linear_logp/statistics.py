@@ -1,6 +1,12 @@
-"""Row statistics over the vocabulary and the ranks: logp, log-sum-exp and entropy.
+"""Forward pass of the LM head: logp, log-sum-exp and entropy of each row, over the vocabulary and the ranks.
 
-All ranks must cut rows alike, because each block of rows needs collectives. The cuts change no bit.
+Row blocks change no bits, but must be equal on all ranks, which run collectives for each row block. Column blocks
+change no bits if their borders are borders of vocabulary tiles, the global multiples of VOCAB_TILE. The merge of tiles
+is the contract's (docs/contract.md, "Log-softmax over the vocabulary").
+
+A rank's shard may begin and end within a tile. `lead` is the number of columns before its first tile border. `tail` is
+the first column of a tile that continues on the next rank. Such a cut tile is computed by the rank that has its first
+id: `Shards.cut_tile` appends the next ranks' leading columns to this rank's columns from `tail` on.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from .vocab import Shards
 
 
 def row_sums(source, device, n: int, target, temperature, shards: Shards, tp: TP, entropy: bool):
-    """Yield, for each block of the n rows: its slice, and its maxima and sums over all ranks (see `merge_tiles`)."""
+    """Yield each block of the n rows: its slice, and its rows' maxima and sums over all ranks (see `merge_tiles`)."""
     backend = dispatch.select("linear_logp", device)
     start, lead = shards.starts[tp.rank], shards.lead(tp.rank)
     columns, tail = shards.columns(tp.rank), shards.tail(tp.rank)

@@ -1,8 +1,13 @@
-"""Triton backend: one kernel over the logits per pass (statistics, gradient), and one over the tile statistics.
+"""Triton backend of the LM head: the functions of reference.py, on logits or products that are in memory.
 
-reference.py documents the functions. Sums within and over tiles are integers, so block sizes other than TILE
-(VOCAB_TILE) and num_warps are free. The other operations are the contract's (docs/contract.md, "Log-softmax over the
-vocabulary").
+- Forward: `apply_transform`, `statistics` of tiles, `merge_tiles`, `finish`; `all_logp` and `selected_logp` for the ops
+  of forward.py.
+- Backward: `gradient`, with `gather_rows` before it and `scatter_rows` after it.
+- Checks of values on the device: `check_rows`.
+
+cuda.py computes statistics and gradients within the GEMM, without logits in memory; it has no counterparts of the other
+functions. Sums within and over tiles are integers, so num_warps and block sizes other than TILE (VOCAB_TILE) are free.
+Every other operation is the contract's (docs/contract.md, "Log-softmax over the vocabulary").
 """
 
 from __future__ import annotations
@@ -19,7 +24,10 @@ from .._triton import next_power_of_2, to_fixed_point
 
 INF = tl.constexpr(float("inf"))
 ROUND = tl.constexpr(1.5 * 2.0**52)
-"""hardware: adding it to a double in [0, 2^51) rounds that to an integer (nearest even) in the low mantissa bits."""
+"""hardware: v + ROUND rounds a double v in [0, 2^51) to the nearest integer, ties to even.
+
+The low mantissa bits of the sum hold the integer: the bits of the sum minus ROUND_BITS.
+"""
 ROUND_BITS = tl.constexpr(0x4338000000000000)
 """hardware: the bits of `ROUND`."""
 
@@ -46,6 +54,7 @@ def _maximum(a, b):
 
 @triton.jit
 def _lse(m, s):
+    # contract: s is in units of 2^-39, of which 2^-23 are from `to_fixed_point` and 2^-16 from `_sums`.
     return m.to(tl.float64) + tl.log(s.to(tl.float64) * 2.0**-39)
 
 
@@ -233,6 +242,7 @@ def _top(M, tiles, BLOCK: tl.constexpr):
 @triton.jit
 def _sums(M, Q, U, m, tiles, BLOCK: tl.constexpr):
     """Return the integers s and u of a row with maximum m from M, Q and U [tiles]; u is 0 without U."""
+    # contract: 65536 = 2^16, the fixed-point scale of a tile's terms, as in "Log-softmax over the vocabulary".
     i = tl.arange(0, BLOCK)
     s, u = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     for t in range(0, tiles, BLOCK):

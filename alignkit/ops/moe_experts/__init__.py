@@ -1,5 +1,6 @@
-"""MoE experts: gated MLPs, each applied to the tokens routed to it. docs/contract.md, "Mixture of experts".
+"""MoE experts: gated MLPs, each applied to the tokens routed to it.
 
+Contract: docs/contract.md, "Mixture of experts".
 Public: `moe_experts` (docs/api/ops.md).
 """
 

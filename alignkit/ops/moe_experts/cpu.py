@@ -1,6 +1,7 @@
-"""Calls of the C++ kernels of `combine` and `weigh` (csrc/cpu/kernels.inl).
+"""CPU backend of `combine` and `weigh`: calls of the C++ kernels (csrc/cpu/kernels.inl).
 
-reference.py documents the functions and has the same bits.
+reference.py documents the functions and has the same bits. On a CPU, each.py computes the experts' GEMMs and pairs.py
+sorts the ids.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CUDA backend (csrc/sm90/experts).
+"""CUDA backend of the experts (csrc/sm90/experts).
 
 - `pairs`: sort many ids by expert.
 - `gated`: gate and up GEMMs with fused activation, of gathered rows, for many rows per expert.
@@ -6,8 +6,10 @@
 - `gradients`: weight gradients.
 - `combine`: the sum over each row's experts.
 
-Triton computes everything else, to the same bits. each.py documents the GEMM functions; few.py adds a down GEMM for few
-rows. FEW, FEW_GATED and FEW_IDS affect speed alone; the other bounds are limits of the kernels.
+few.py adds down GEMMs with few rows per expert. grouped.py, ranked.py and triton.py (all Triton) compute the problems
+that these kernels reject, and `weigh`. All give the contract's bits (docs/contract.md, "Mixture of experts"). each.py
+documents the GEMM functions. FEW, FEW_GATED and FEW_IDS affect speed alone; MAX_EXPERTS and MAX_TOP_K are limits that
+the kernels check.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ MAX_EXPERTS = 1024
 BLOCK = 2048
 """mirrors csrc/sm90/experts/pairs.cu:kIdsPerCta: ids counted per CTA."""
 MAX_TOP_K = 16
-"""schedule: maximum top_k of `combine`, which holds a row's pairs in registers (csrc/sm90/experts/combine.cu)."""
+"""schedule: maximum top_k of `combine`, a limit of csrc/sm90/experts/combine.cu: kMaxTopK must be equal."""
 MAP = 128
 """hardware: bytes of a TMA descriptor (CUtensorMap)."""
 
@@ -106,7 +108,7 @@ def _vector_rows_reject(name: str, t: Operand) -> str | None:
 def gated_rejects(p: Grouped) -> str | None:
     """Return why `gated` is not used for a problem, or None."""
     if not p.gathered:
-        return "gathered: must be True (rows in the order of tokens), got False (rows sorted by expert)"
+        return "gathered: must be yes (rows in the order of tokens), got no (rows sorted by expert)"
     if (why := too_few_rows(p, FEW_GATED) or unsupported(p)) is not None:
         return why
     if p.b[0][0] % 16:  # pyright: ignore[reportOptionalSubscript] - checked by `unsupported`
@@ -119,7 +121,7 @@ def gated_rejects(p: Grouped) -> str | None:
 def products_unsupported(p: Grouped) -> str | None:
     """Return why `products` cannot compute a problem, or None."""
     if p.gathered:
-        return "gathered: must be False (rows sorted by expert), got True (rows in the order of tokens)"
+        return "gathered: must be no (rows sorted by expert), got yes (rows in the order of tokens)"
     if p.leaves not in (1, 2, 4, 8):
         return f"leaves: must be 1, 2, 4 or 8, got {p.leaves}"
     if p.leaves > 1 and p.a[0][1] % (16 * p.leaves):

@@ -1,6 +1,7 @@
-"""CUDA backend: down GEMMs with few rows per expert, at weight-read speed (csrc/sm90/experts/skinny.cu).
+"""CUDA backend of the down GEMMs with few rows per expert, whose run time is the time to read the weights.
 
-All kernels of `moe_products` give the same bits; cuda.FEW, the limit of rows per expert, is free (schedule).
+It calls csrc/sm90/experts/skinny.cu; cuda.py has the kernel for many rows. All kernels of `moe_products` give the same
+bits. cuda.FEW, the number of rows per expert that separates them, is free (schedule).
 """
 
 from __future__ import annotations

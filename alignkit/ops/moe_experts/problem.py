@@ -14,7 +14,7 @@ from ...errors import UnsupportedError
 from ...runtime import families
 from ...runtime.operands import MAX_CACHED, Operand, operand
 
-UNEQUAL_MATRICES = "expert matrices: strides and 16-byte alignment must be equal for all experts, got different ones"
+UNEQUAL_MATRICES = "scattered: must be no (all experts' matrices with equal strides and 16-byte alignment), got yes"
 """Reason of the rules that require one operand descriptor for all matrices (`Matrices.operand`)."""
 
 

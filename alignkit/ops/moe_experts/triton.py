@@ -1,4 +1,4 @@
-"""Triton backend: the sum over a row's experts in tree order, and the fused step of the backward pass.
+"""Triton backend of `combine`, the sum over a row's experts in tree order, and of `weigh`, a step of its backward pass.
 
 The order of summation is the contract's (docs/contract.md, "Mixture of experts"). BLOCK_H and num_warps are free.
 BLOCK_K must cover a row's ids, and `_weigh`'s BLOCK a pair's features. reference.py documents the functions.

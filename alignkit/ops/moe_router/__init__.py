@@ -1,5 +1,6 @@
-"""MoE router: the choice of experts per token and their weights. docs/contract.md, "Mixture of experts".
+"""MoE router: the choice of experts per token and their weights.
 
+Contract: docs/contract.md, "Mixture of experts".
 Public: `moe_router` (docs/api/ops.md). ops/library.py calls `check` and `route`.
 """
 

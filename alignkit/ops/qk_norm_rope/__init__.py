@@ -1,5 +1,6 @@
-"""RMSNorm of query and key heads followed by RoPE, fused. docs/contract.md, "RoPE".
+"""RMSNorm of query and key heads followed by RoPE, fused.
 
+Contract: docs/contract.md, "RMSNorm" and "RoPE".
 Public: `qk_norm_rope` (docs/api/ops.md). ops/library.py calls `check` and `forward`.
 """
 

@@ -1,5 +1,6 @@
-"""RMSNorm, with and without a residual. docs/contract.md, "RMSNorm".
+"""RMSNorm, with and without a residual.
 
+Contract: docs/contract.md, "RMSNorm".
 Public: `rms_norm` (docs/api/ops.md). ops/library.py calls `check` and `forward`; qk_norm_rope calls `check`.
 """
 

@@ -1,7 +1,7 @@
 """CUDA RMSNorm (csrc/sm90/rms_norm/rms_norm.cu): bf16 backward, and forward of long rows without a residual.
 
-Triton computes all other problems, with the same bits. The names and order of the fields of ctypes structures must
-equal the library's, which is checked at import.
+triton.py computes the problems that these kernels reject, to the same bits (docs/contract.md, "RMSNorm"). The names and
+order of the fields of ctypes structures must equal the library's, which is checked at import.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ...runtime.operands import dtype_name
 from . import triton
 from .problem import Norm
 
-MIN_BACKWARD = 32  # schedule: backward kernel: elements per row must exceed this
-MIN_FORWARD = 2048  # schedule: forward kernel: elements per row must exceed this
+MIN_BACKWARD = 32  # schedule: backward kernel: elements per row must exceed this, its limit; may be raised
+MIN_FORWARD = 2048  # schedule: forward kernel: elements per row must exceed this; its limit is 1024
 MAX_COLUMNS = 16384  # mirrors csrc/sm90/rms_norm/rms_norm.cu:kMaxColumns
 MAX_ROWS = 1 << 27  # mirrors csrc/sm90/rms_norm/rms_norm.cu:kMaxRows
 TRITON_FORWARD = 4096

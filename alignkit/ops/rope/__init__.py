@@ -1,5 +1,6 @@
-"""Rotary position embedding in the NeoX (half-split) layout. docs/contract.md, "RoPE".
+"""Rotary position embedding in the NeoX (half-split) layout.
 
+Contract: docs/contract.md, "RoPE".
 Public: `rope` and `rope_table` (docs/api/ops.md). ops/library.py and qk_norm_rope call `check`.
 """
 

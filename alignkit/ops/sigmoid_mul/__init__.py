@@ -1,5 +1,6 @@
-"""Product of rows with the sigmoids of their gates, for shared experts. docs/contract.md, "Mixture of experts".
+"""Product of rows with the sigmoids of their gates, for shared experts.
 
+Contract: docs/contract.md, "Mixture of experts".
 Public: `sigmoid_mul` (docs/api/ops.md). ops/library.py calls `check` and `forward`.
 """
 

@@ -1,5 +1,6 @@
-"""The SwiGLU activation. docs/contract.md, "SiLU times up".
+"""The SwiGLU activation.
 
+Contract: docs/contract.md, "SiLU times up".
 Public: `silu_mul` (docs/api/ops.md). ops/library.py calls `check`.
 """
 

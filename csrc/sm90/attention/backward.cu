@@ -11,8 +11,8 @@
 // so probabilities never pass through shared memory. A warpgroup issues the next block's GEMMs before the last GEMM of
 // a block is done; meanwhile the other warpgroup uses the tensor core.
 //
-// Order of summation (docs/contract.md): dQ is a chain over keys ascending, dK and dV are chains over queries
-// ascending, head by head.
+// Order of summation (docs/contract.md, "On Hopper GPUs"): dQ is a chain over keys ascending, dK and dV are chains over
+// queries ascending, head by head.
 //
 // Launch: each kernel has one persistent CTA of 384 threads per SM. The CTAs take the tiles in snake order, longest
 // first. Sequence lengths are read on the device. Tiles, blocks and launch shape change no bits.

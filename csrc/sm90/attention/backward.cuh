@@ -1,6 +1,6 @@
 // Shared by backward.cu and backward_256.cu: arguments, tile scheduler, tile producer, fragment helpers, kernel frame
 // and launch. Those two files hold the block producers and the arithmetic, and state the order of summation.
-// Tile order, registers and launch shape change no bits. kBlock is fixed.
+// Tile order, registers and launch shape change no bits.
 #pragma once
 #include <algorithm>
 
@@ -30,7 +30,7 @@ namespace {
 
 using Problem = AlignkitAttentionBackward;
 
-constexpr int kBlock = 64;  // schedule: rows per streamed block; divides kStatisticsPad
+constexpr int kBlock = 64;  // schedule: rows per streamed block; a fixed size of the kernels, see the assertion
 static_assert(kBlock == 64, "pack_operand and the wgmmas of compute() process 64 x 64 score tiles");
 
 struct Tile {

@@ -1,6 +1,7 @@
 // Causal attention, backward, for packed sequences and head dimension 256: a dQ kernel, then a dK/dV kernel.
 //
-// The order of summation and the launch shape are those of backward.cu. At this head dimension a thread's registers
+// The order of summation and the launch shape are those of backward.cu, which also has the entry point for dimensions
+// 64, 96 and 128. Tiles, stages and launch shape change no bits. At head dimension 256 a thread's registers
 // hold one gradient of 64 rows and no operand beside it, so operands stay in shared memory.
 //
 // dQ kernel: a tile is 64 queries for each of two consumer warpgroups. Q and dO are resident. Two stages of keys and
@@ -13,10 +14,10 @@
 namespace alignkit {
 namespace {
 
-constexpr int kDim = 256;  // schedule: other head dimensions are backward.cu's
+constexpr int kDim = 256;  // schedule: the head dimension of this file, fixed; backward.cu has the others
 constexpr int kAccCount = kDim / 2, kHeadBoxes = kDim / kBoxColumns, kBlockElements = kBlock * kDim;
 constexpr int kBlockStep = kBlockElements * 2 >> 4;  // descriptor step to the next block
-constexpr int kWarps = 8;                            // schedule: consumer warps
+constexpr int kWarps = 8;                            // schedule: consumer warps, fixed: two warpgroups
 
 // Shared memory and setmaxnreg register counts of the dQ kernel.
 struct DqShared {

@@ -32,7 +32,8 @@ template <int kProducer, int kConsumer, int kConsumerGroups>
 constexpr bool kRegistersFit =
     kProducer + kConsumerGroups * kConsumer <= (kConsumerGroups + 1) * (65536 / ((kConsumerGroups + 1) * 128) / 8 * 8);
 
-// schedule: the statistics of a sequence start at a multiple of this and are padded to one, so blocks are read whole.
+// schedule: the statistics of a sequence start at a multiple of this number and are padded to one, so that blocks are
+// read whole. A multiple of backward.cuh:kBlock; alignkit/ops/attention/common.py mirrors it as PAD.
 constexpr int kStatisticsPad = 128;
 
 __device__ __forceinline__ int64_t load_int(const AlignkitInts& ints, int64_t i) {

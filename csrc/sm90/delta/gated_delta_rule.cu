@@ -872,8 +872,9 @@ cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace alignkit
 
-// Run the kernel. K and V are each 64, 128 or 256. Input strides are multiples of 8, addresses multiples of 16 bytes;
-// all other tensors are dense. Returns a cudaError_t.
+// Run the kernel. K and V are each 64, 128 or 256: not checked here, but in alignkit/ops/gated_delta_rule/__init__.py.
+// Input strides are multiples of 8, addresses multiples of 16 bytes (cuda.py copies other inputs); all other tensors
+// are dense. Returns a cudaError_t.
 extern "C" int alignkit_delta_back(const AlignkitDelta* p, cudaStream_t stream) {
   using namespace alignkit;
   return p->half ? launch_delta<__half>(*p, stream) : launch_delta<__nv_bfloat16>(*p, stream);

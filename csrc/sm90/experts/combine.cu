@@ -5,8 +5,8 @@
 // experts in tree order and finds its parent: the lane to whose partial sum it adds its own. Then each lane adds 16
 // bytes of columns at a time; the loads of all pairs are in flight together.
 //
-// Order of summation: "Tree over experts" in docs/contract.md. Ids without a pair (place -1) are skipped. +0 is added
-// to every term, which gives the bits of the contract's +0 at the end.
+// Order of summation (docs/contract.md, "Mixture of experts", "Tree over experts"): ids without a pair (place -1) are
+// skipped. +0 is added to every term, which gives the bits of the contract's +0 at the end.
 //
 // Launch: CTAs of 8 warps; grid (tokens / 8, column parts), with enough column parts for about kTargetCtas CTAs.
 //
@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kWarps = 8;         // schedule: warps per CTA
 constexpr int kTargetCtas = 256;  // schedule: CTAs that fill the GPU
-constexpr int kMaxTopK = 16;      // mirrors alignkit/ops/moe_experts/cuda.py:MAX_TOP_K
+constexpr int kMaxTopK = 16;      // mirrors alignkit/ops/moe_experts/cuda.py:MAX_TOP_K (limit of the kernel: registers)
 
 struct Combine {
   const int64_t* place;  // pair of each id, or -1
@@ -167,7 +167,8 @@ using namespace alignkit;
 
 // Compute out [rows, columns] from y [pairs, columns]. `place`, `ids` and `weights` (or null) are [rows, k]; ids are
 // int32 if `narrow`, otherwise int64. y is bf16 if `from_bf16`, else fp32; out is bf16 if `to_bf16`, else fp32. fp32 to
-// bf16 is not supported. Rows start at multiples of 16 bytes. Returns a cudaError_t.
+// bf16 is not supported, nor is k > kMaxTopK: cudaErrorInvalidValue. Not checked here: rows are at least 1, and rows of
+// both matrices are contiguous multiples of 16 bytes (`combine_rejects` in cuda.py). Returns a cudaError_t.
 extern "C" int alignkit_experts_combine(const void* y, int from_bf16, const int64_t* place, const void* ids, int narrow,
                                         const float* weights, void* out, int to_bf16, int rows, int k, int columns,
                                         int run, int width, cudaStream_t stream) {

@@ -6,8 +6,8 @@
 // Warp specialization: one producer thread issues TMA loads, without a pause at the ends of leaves and tiles. Two
 // consumer warpgroups multiply 64 rows each.
 //
-// Order of summation (docs/contract.md): one chain over ascending k, or the k-tree, the balanced tree over 2, 4 or 8
-// leaves, each a chain. A leaf may end at any multiple of 16 of k.
+// Order of summation (docs/contract.md, "Mixture of experts"): one chain over ascending k, or the k-tree, the balanced
+// tree over 2, 4 or 8 leaves, each a chain. A leaf may end at any multiple of 16 of k.
 //
 // Launch: one persistent CTA of 384 threads per SM.
 //
@@ -246,7 +246,8 @@ cudaError_t launch_down(const CUtensorMap& a, const CUtensorMap& weights, const 
 using namespace alignkit;
 
 // Compute out [pairs, n], bf16 if `round`, else fp32: each row of a [pairs, k] times its expert's [n, k], transposed.
-// The matrices are given as in alignkit_experts_gate_up. `leaves` is 1, 2, 4 or 8. Returns a cudaError_t.
+// The matrices are given as in alignkit_experts_gate_up. `leaves` is 1, 2, 4 or 8. Not checked here:
+// k is a multiple of 16 leaves if leaves > 1 (`products_unsupported` in cuda.py). Returns a cudaError_t.
 extern "C" int alignkit_experts_down(const void* a, int64_t a_pitch, const void* weights, int64_t pitch,
                                      const void* each, const int64_t* offsets, int experts, void* out,
                                      int64_t out_pitch, int round, int pairs, int n, int k, int leaves,

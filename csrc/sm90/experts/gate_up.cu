@@ -6,7 +6,7 @@
 // weights with TMA. Two consumer warpgroups multiply 64 rows each. The second starts a little later, so that one
 // computes its epilogue while the other uses the tensor core.
 //
-// Order of summation (docs/contract.md): each output is one chain over ascending k.
+// Order of summation (docs/contract.md, "Mixture of experts"): each output is one chain over ascending k.
 //
 // Launch: one persistent CTA of 384 threads per SM.
 //
@@ -163,7 +163,8 @@ using namespace alignkit;
 // Compute y [pairs, features] = silu(gate) * up and, unless h is null, h [pairs, 2 features] = gate | up.
 // Pair i multiplies row row[i] of x [.., k] by its expert's matrix [2 features, k]. The matrices are stacked from
 // `weights` on, with rows `pitch` elements apart. Otherwise `each` holds one map per expert
-// (alignkit_experts_gate_up_map). Returns a cudaError_t.
+// (alignkit_experts_gate_up_map). Not checked here: `features` is a multiple of 8, and rows of x start at multiples of
+// 16 bytes (`gated_rejects` in cuda.py). Returns a cudaError_t.
 extern "C" int alignkit_experts_gate_up(const void* x, int64_t x_pitch, const int64_t* row, const void* weights,
                                         int64_t pitch, const void* each, const int64_t* offsets, int experts, void* h,
                                         void* y, int pairs, int features, int k, cudaStream_t stream) {

@@ -7,7 +7,8 @@
 // copies this operand too: the following rows belong to the next expert and must read as zero. Two consumer warpgroups
 // multiply 64 of n each.
 //
-// Order of summation (docs/contract.md): each output is one chain over the expert's rows, in their order.
+// Order of summation (docs/contract.md, "Mixture of experts"): each output is one chain over the expert's rows, in
+// their order.
 //
 // Launch: one persistent CTA of 384 threads per SM.
 //
@@ -210,7 +211,8 @@ using namespace alignkit;
 
 // Compute out [experts, n, k] = a^T b over each expert's pairs, rounded to bf16; 0 for an expert without pairs.
 // Operand a, if `gathers_a`, otherwise b, has its rows selected by `row`, one per pair. If `row` is null, it lies in
-// expert order like the other operand, which has at least `pairs` rows. n and k are multiples of 8. Returns a
+// expert order like the other operand, which has at least `pairs` rows. Not checked here: n and k are multiples of 8,
+// pairs are at least 1, and gathered rows start at multiples of 16 bytes (`gradients_rejects` in cuda.py). Returns a
 // cudaError_t.
 extern "C" int alignkit_experts_gradients(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, int gathers_a,
                                           const int64_t* row, const int64_t* offsets, int experts, void* out, int pairs,

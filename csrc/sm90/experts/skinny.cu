@@ -193,7 +193,8 @@ cudaError_t dispatch_width(int pairs, int experts, F f) {
 
 using namespace alignkit;
 
-// Compute alignkit_experts_down for few rows per expert; the maps of `each` are made by alignkit_experts_few_map.
+// Compute alignkit_experts_down for few rows per expert, with the same requirements, and pairs of at least 1. The maps
+// of `each` are made by alignkit_experts_few_map.
 extern "C" int alignkit_experts_few_down(const void* a, int64_t a_pitch, const void* weights, int64_t pitch,
                                          const void* each, const int64_t* offsets, int experts, void* out,
                                          int64_t out_pitch, int round, int pairs, int n, int k, int leaves,

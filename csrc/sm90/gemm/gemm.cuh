@@ -5,8 +5,8 @@
 // - Warp specialization: one thread of a producer warpgroup issues TMA loads into a 4-stage pipeline. Each CTA loads
 //   half of b's tile and multicasts it to both. Two consumer warpgroups compute 64 rows by 256 columns each with wgmma.
 //   The second starts kStagger steps of k later, so that one runs its epilogue while the other uses the tensor core.
-// - Order of summation (docs/contract.md): each output is one chain over ascending k, in steps of 16. A chain may pause
-//   at multiples of 16 only. Tile, stages and launch shape change no bits.
+// - Order of summation (docs/contract.md, "On Hopper GPUs"): each output is one chain over ascending k, in steps of 16.
+//   A chain may pause at multiples of 16 only. Tile, stages and launch shape change no bits.
 // - Launch: persistent clusters, at most as many as the device holds at once; 384 threads per CTA; PDL.
 #pragma once
 #include <algorithm>
@@ -21,6 +21,8 @@
 namespace alignkit {
 namespace {
 
+// kRows, kColumns, kClusterSize and kThreads are sizes that the code assumes. kStages may be lowered: the stages fill
+// shared memory. kBand and kStagger are free.
 constexpr int kRows = 128;         // schedule: tile rows per CTA
 constexpr int kGroupRows = 64;     // hardware: rows per warpgroup, the M of wgmma
 constexpr int kColumns = 256;      // schedule: tile columns per CTA; a multiple of VOCAB_TILE for head/linear_logp.cu

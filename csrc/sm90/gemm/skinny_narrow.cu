@@ -146,7 +146,8 @@ cudaError_t launch_narrow(const Matrix& a, const Matrix& b, const __nv_bfloat16*
                           int64_t pitch, cudaStream_t stream) {
   if (m <= 8) return launch_narrow<1>(a, b, bias, m, n, k, out, pitch, stream);
   if (m <= 16) return launch_narrow<2>(a, b, bias, m, n, k, out, pitch, stream);
-  return launch_narrow<4>(a, b, bias, m, n, k, out, pitch, stream);
+  if (m <= 32) return launch_narrow<4>(a, b, bias, m, n, k, out, pitch, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace

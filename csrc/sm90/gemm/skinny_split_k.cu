@@ -6,8 +6,8 @@
 // - part_gemm, larger m: a CTA computes a part, that is some of the leaves, of a tile and writes the part's sum to
 //   global memory; reduce_parts adds the parts. The two CTAs of a cluster share one operand by multicast.
 // - Warp specialization: one producer thread issues TMA loads, two consumer warpgroups per CTA; operands are swapped.
-// - Order of summation (docs/contract.md): each leaf is a chain over ascending k, in steps of 16; leaves are added by
-//   the balanced tree; then the bias; then one rounding.
+// - Order of summation (docs/contract.md, "Linear"): each leaf is a chain over ascending k, in steps of 16; leaves are
+//   added by the balanced tree; then the bias; then one rounding.
 // - Launch: quarter_gemm one cluster per 64 outputs; part_gemm persistent clusters; 384 threads per CTA; PDL.
 //
 // The tensor maps split k into (leaf, k within the leaf), so the TMA pads a leaf that is no multiple of 64 with zeros.
@@ -108,8 +108,8 @@ int steps_per_leaf(int k, int leaves) { return (k / leaves + kStep - 1) / kStep;
 
 // Variant for m <= 64.
 
-constexpr int kQuarterOutputs = 64;  // schedule: outputs (of n) per cluster
-constexpr int kQuarterWidth = 64;    // schedule: rows of a
+constexpr int kQuarterOutputs = 64;  // schedule: outputs (of n) per cluster, fixed: the M of wgmma
+constexpr int kQuarterWidth = 64;    // schedule: limit of quarter_gemm, in rows of a; the host checks
 constexpr int kQuarterDepth = 6;     // schedule: TMA pipeline depth
 
 struct QuarterStage {  // one operand pair per consumer warpgroup
@@ -391,7 +391,8 @@ cudaError_t launch_tree(const Matrix& a, const Matrix& b, int k, int leaves, int
 
 using namespace alignkit;
 
-// out [m, n] = a . b^T + bias by a k-tree of `leaves` (2, 4 or 8) leaves. Returns a cudaError_t.
+// out [m, n] = a . b^T + bias by a k-tree of `leaves` (2, 4 or 8) leaves. Returns a cudaError_t. Arguments out of the
+// ranges below give cudaErrorInvalidValue; only sums_pitch is not checked.
 //
 // - out: fp32 or bf16 with `out_pitch` elements between rows; m <= 65535. bias [n]: bf16 or null.
 // - k / leaves is a multiple of 16.

@@ -4,7 +4,7 @@
 // - Tile: operands are swapped; a CTA computes 128 outputs (of n, wgmma's M) by all rows of a (wgmma's N).
 // - Warp specialization: one thread of a producer warpgroup issues TMA loads into a deep pipeline, across tiles. Two
 //   consumer warpgroups compute 64 outputs each.
-// - Order of summation (docs/contract.md): each output is one chain over ascending k, in steps of 16.
+// - Order of summation (docs/contract.md, "Linear"): each output is one chain over ascending k, in steps of 16.
 // - Launch: one persistent CTA per SM, 384 threads; PDL.
 //
 // Called by alignkit/ops/linear/cuda.py. Tile and launch shape change no bits.
@@ -89,7 +89,8 @@ cudaError_t launch_skinny(const Matrix& a, const Matrix& b, int m, int n, int k,
 
 using namespace alignkit;
 
-// out [m, n] = a . b^T in fp32 with `out_pitch` elements between rows; m <= 64. Returns a cudaError_t.
+// out [m, n] = a . b^T in fp32 with `out_pitch` elements between rows. Returns a cudaError_t: cudaErrorInvalidValue for
+// m > 64.
 extern "C" int alignkit_few_product(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, float* out,
                                     int64_t out_pitch, int m, int n, int k, cudaStream_t stream) {
   Matrix left{a, a_pitch}, right{b, b_pitch};

@@ -3,10 +3,10 @@
 // the logits. The forward pass stores the GEMM's output only if `products` is given.
 //
 // - Tile, warp specialization, launch shape: gemm/gemm.cuh; rows are tokens, columns are vocabulary ids.
-// - Order of summation (docs/contract.md): each logit is one chain over k. The statistics are a maximum and integer
-//   sums, so their order does not matter.
-// - The formulas of `logit`, `Statistics` and `Gradient`, and kTile, are the contract's ("Log-softmax over the
-//   vocabulary"): they change bits.
+// - Order of summation (docs/contract.md, "Log-softmax over the vocabulary"): each logit is one chain over k. The
+//   statistics are a maximum and integer sums, so their order does not matter.
+// - The formulas of `logit`, `Statistics` and `Gradient`, and kTile, are that section's. Changing one changes bits and
+//   the contract id.
 //
 // The arguments of alignkit/ops/linear_logp/cuda.py are in AlignkitHead. alignkit_cuda_error, at the end, serves the
 // kernels of all files; it stays here because another place would change the layout of the compiled code.
@@ -327,7 +327,8 @@ cudaError_t dispatch(bool entropy, bool plain, const Run& run) {
 }
 }  // namespace
 
-// The functions below return a cudaError_t.
+// The functions below return a cudaError_t. They do not check pitches, widths and alignment; the functions *_rejects in
+// alignkit/ops/linear_logp/cuda.py do.
 
 // Forward: m, q, u [rows, tiles] with `pitch` elements between rows; z_target [rows]. u, target and products may be
 // null.

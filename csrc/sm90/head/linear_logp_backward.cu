@@ -2,9 +2,11 @@
 // Only the device knows the number of valid rows.
 //
 // - Tile, warp specialization, launch shape: gemm/gemm.cuh; weight, dz^T and hidden are MN-major (kTransposed).
-// - Order of summation (docs/contract.md): each output is one chain, over ids for dhidden and over rows for dweight.
-//   The chain starts from zero or from the output. The result is stored in fp32, rounded to bf16, or added in fp32 to
-//   the output. These choices change bits: alignkit/ops/linear_logp/cuda.py makes them by the contract.
+// - Order of summation (docs/contract.md, "Log-softmax over the vocabulary" and "On Hopper GPUs"): each output is one
+//   chain, over ids for dhidden and over rows for dweight.
+// - Start and end of a chain: it starts from zero or from the output. The result is stored in fp32, rounded to bf16, or
+//   added in fp32 to the output. alignkit/ops/linear_logp/cuda.py chooses as the contract prescribes; another choice
+//   has other bits.
 // - Overlap: dweight starts on clusters that are idle in dhidden's last wave (Order::kOverlap).
 #include "../../interface.h"
 #include "../gemm/gemm.cuh"
@@ -163,7 +165,8 @@ ALIGNKIT_LAYOUT(AlignkitHeadProducts, dz, weight, hidden, dz_pitch, weight_pitch
                 before, dhidden, dhidden_pitch, resume, dweight, dweight_pitch, rounded, add)
 
 // dhidden [rows, d] = dz [rows, ids] . weight [ids, d], and dweight [ids, d] = dz^T . hidden [rows, d]; either output
-// may be null. Returns a cudaError_t.
+// may be null. Returns a cudaError_t. Not checked here: d is a multiple of 8, and pitches are multiples of 16 bytes
+// (`head_products_rejects` in alignkit/ops/linear_logp/cuda.py).
 //
 // - resume: dhidden's chains continue from its contents.
 // - rounded: dweight is bf16 and contiguous; otherwise fp32, added to its contents if `add`.

@@ -2,7 +2,7 @@
 // fp32, rounded. One kernel per rank and call; it may be captured in a CUDA graph.
 // Called by alignkit/dist/symmetric.py, which mirrors kHeadBytes, kMaxBlocks, kMaxOneBarrier and Form.
 //
-// - Order of summation (docs/contract.md): the balanced tree of rank order; then the bias; then one rounding.
+// - Order of summation (docs/contract.md, "Linear"): the balanced tree of rank order; then the bias; then one rounding.
 // - Launch: up to 64 CTAs of 512 threads, the same grid on all ranks, because CTA b synchronizes only with CTA b of the
 //   other ranks.
 //
@@ -31,10 +31,11 @@
 // Errors stop the device, and so the process, with a message (tests/ops/test_tp_faults_cuda.py reads it), instead of a
 // hang or a wrong sum:
 //
-// - A rank does not come: the wait times out.
+// - A rank does not reach the barrier: the wait times out.
 // - Ranks add different things: a digest of the sum travels with the number.
 // - Sums of one rank overlap on streams that do not wait for each other: a running CTA marks its count as taken.
-// - Such sums happen not to overlap: a sum in a graph knows the sum captured before it, and checks that it ran last.
+// - Sums on such streams run in another order than captured, without overlap: a sum in a graph knows the sum captured
+//   before it, and checks that this sum ran last.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -47,11 +48,11 @@
 namespace alignkit {
 namespace {
 
-constexpr int kMaxRanks = 8;             // schedule: ranks that a Head has room for
+constexpr int kMaxRanks = 8;             // schedule: limit, in ranks, of Head and of the launcher's cases
 constexpr int kThreads = 512;            // schedule: threads per CTA
-constexpr int kMaxBlocks = 64;           // schedule: maximum CTAs; they spin, so other kernels need free SMs
+constexpr int kMaxBlocks = 64;           // schedule: limit, in CTAs, of Head; CTAs spin, so other kernels need free SMs
 constexpr int kHeadBytes = 16384;        // schedule: bytes reserved for Head before a rank's values
-constexpr int kMaxOneBarrier = 1 << 19;  // schedule: maximum values of a one-barrier sum
+constexpr int kMaxOneBarrier = 1 << 19;  // schedule: values that a buffer of one-barrier sums holds
 constexpr unsigned long long kTaken = ~0ull;  // schedule: mark in place of a running CTA's count
 
 // The start of a rank's memory, zeroed at first. Two buffers of kMaxOneBarrier values for one-barrier sums follow, then

@@ -2,9 +2,9 @@
 //
 // - Tile: a thread processes four 16-byte vectors of each tensor per step, from one row or from up to four rows. A team
 //   of 8 to 32 lanes, or all warps of a CTA, shares the rows of a step.
-// - Order of summation over a row (docs/contract.md): the balanced tree, neighbors first. Lane, vector and warp are the
-//   bits of a vector's position in its row, lowest first, so the tree goes over the elements of a vector, then lanes,
-//   vectors and warps.
+// - Order of summation over a row (docs/contract.md, "On Hopper GPUs"): the balanced tree, neighbors first. Lane,
+//   vector and warp are the bits of a vector's position in its row, lowest first, so the tree goes over the elements of
+//   a vector, then lanes, vectors and warps.
 // - Order of summation of dweight: chains of 16 rows, added by the balanced tree in row order.
 // - Launch, forward: one CTA per row.
 // - Launch, backward: a team computes a run of 1, 2, 4 or 8 chains, with a two-step cp.async ring per thread. A CTA is
@@ -63,8 +63,8 @@ constexpr int kWarpColumns = 32 * kColumns;  // columns of one vector per lane o
 constexpr int kNarrowThreads = 128;          // schedule: threads per CTA of Narrow teams
 constexpr int kMaxWarps = 32;                // hardware: warps per CTA
 constexpr int kChain = 16;                   // mirrors alignkit/ops/rms_norm/triton.py:DW_ROWS
-constexpr int kMaxRows = 1 << 27;            // schedule: rows that the index arithmetic supports
-constexpr int kMaxColumns = 1 << 14;         // schedule: columns that one CTA's registers can hold
+constexpr int kMaxRows = 1 << 27;            // schedule: limit of the index arithmetic and of kDweightLevels
+constexpr int kMaxColumns = 1 << 14;         // schedule: limit of the kernels, in which a CTA holds a row in registers
 constexpr int kMaxSharedBytes = 192 << 10;   // schedule: dynamic shared memory per CTA, for the cp.async ring
 
 // Division of n < 2^31 by an invariant divisor, as multiply and shift.
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kMaxColumns / (kVectors * kColumns), 2)
 // adds them by the tree. A second kernel adds the sums of runs. +0 is added to each chain's sum, which turns -0 into
 // +0; so absent rows and chains, whose sum is zero, can be added or left out without changing bits.
 
-constexpr int kMaxLevels = 3;    // schedule: a run has 2^level chains
+constexpr int kMaxLevels = 3;    // schedule: limit of Plan; a run has 2^level chains
 constexpr int kSlice = 128;      // schedule: columns per CTA of the second kernel (sizes the workspace)
 constexpr int kMaxGroups = 256;  // schedule: groups of chains, CTAs per slice of the second kernel
 
@@ -517,7 +517,7 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
 }
 
 constexpr int kDweightWarps = 8;   // schedule: warps per CTA of rms_norm_dweight
-constexpr int kDweightLevels = 9;  // schedule: pending levels; kMaxRows are 2^23 chains, at most 16 * 2^8 per warp
+constexpr int kDweightLevels = 9;  // schedule: pending levels, at least 9: kMaxRows are 2^23 chains, 16 * 2^8 per warp
 
 // Sum kDweightWarps * batches * kPerBatch leaves by the balanced tree; the result is in the first warp. fetch(b, v)
 // loads batch b.
@@ -723,8 +723,9 @@ cudaError_t launch_grad(const AlignkitNormGrad& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace alignkit
 
-// The functions return a cudaError_t. h is a multiple of 8, above 1024 (forward) or 32 (backward) and at most 16384;
-// rows are 1 to 2^27. All tensors but rstd are 16-byte aligned; strides are multiples of 8.
+// The functions return a cudaError_t: cudaErrorInvalidValue unless h is a multiple of 8, above 1024 (forward) or 32
+// (backward) and at most 16384, and rows are in [1, 2^27]. Not checked here: all tensors but rstd are 16-byte aligned,
+// and strides are multiples of 8 (alignkit/ops/rms_norm/cuda.py).
 
 // Forward: y = x * rstd * weight (1 + weight if zero_centered), rstd [rows].
 extern "C" int alignkit_rms_norm(const AlignkitNorm* p, cudaStream_t stream) {
