@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -82,7 +83,7 @@ class IntegerFrom(click.ParamType):
     def __init__(self, low: int, high: int | None = None):
         self._low, self._high = low, high
 
-    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         number = click.INT.convert(value, param, ctx)
         if number < self._low or (self._high is not None and number > self._high):
             wanted = f"at least {self._low}" if self._high is None else f"in [{self._low}, {self._high}]"
