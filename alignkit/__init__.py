@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engines.patch import Patch
 
-from .contract import contract_id
 from .errors import AlignkitError, BackendError, DriftError, InputError, UnsupportedError
+from .runtime.ids import contract_id
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("dist", "drift", "integrations", "megatron", "ops", "testing", "vllm")
+_SUBMODULES = ("bisect", "dist", "drift", "integrations", "megatron", "ops", "testing", "vllm")
 """Submodules that `__getattr__` imports on first use."""
 
 

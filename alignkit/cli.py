@@ -234,10 +234,11 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
     """  # noqa: D301 - click reads the control character \b
     from .check import report as reports
     from .check import run as runs
-    from .check.terminal import Terminal, console, interrupted_by_sigterm
+    from .jobs.page import require_report_libraries
+    from .jobs.terminal import Terminal, console, interrupted_by_sigterm
 
     if report:
-        reports.require_report_libraries()
+        require_report_libraries()
     options = runs.Options(
         out=out,
         model=model,
@@ -445,13 +446,13 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
       alignkit bisect stock-vllm stock-megatron --swap linear=aligned
       alignkit bisect aligned-vllm:tp=2 aligned-megatron --model DIR --decode 8
     """  # noqa: D301 - click reads the control character \b
-    from .check import report as reports
-    from .check.terminal import Terminal, console, interrupted_by_sigterm
-    from .drift.bisect import report as views
-    from .drift.bisect import run as runs
+    from .bisect import report as views
+    from .bisect import run as runs
+    from .jobs.page import require_report_libraries
+    from .jobs.terminal import Terminal, console, interrupted_by_sigterm
 
     if report:
-        reports.require_report_libraries()
+        require_report_libraries()
     op, _, to = (swap or "").partition("=")
     if swap and to != "aligned":
         raise InputError(f"swap: must have the form OP=aligned, such as linear=aligned, got {swap!r:.80}")
@@ -590,7 +591,7 @@ def watch(directory, host, port) -> int:
     drift of each step, a table of ranks, and the tokens with the largest differences. Runs until Ctrl-C (exit status
     130). Requires pip install 'alignkit[watch]'.
     """
-    from .check.terminal import interrupted_by_sigterm
+    from .jobs.terminal import interrupted_by_sigterm
     from .watch.server import serve as serve_page
 
     try:

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from . import ops
-from .check.machine import engine_device, installed, versions
 from .config import VARIABLES, invalid_variables, unknown
-from .contract import contract_id
 from .dist import TP
 from .errors import BackendError
 from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
 from .runtime import cuda, dispatch, native, validated
 from .runtime.families import CPU, SM90, of_type, on_host
+from .runtime.ids import contract_id
+from .runtime.machine import engine_device, installed, versions
 
 OPS = (
     "attention",

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .check.store import connect_store, serve_store
 from .dist import TP
+from .jobs.store import connect_store, serve_store
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

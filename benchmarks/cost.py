@@ -37,11 +37,11 @@ from lib.models import SIZES as DENSE
 from lib.options import parser as options_parser
 from lib.results import H200, merge, read, run_info, run_name, write
 
-from alignkit.check.machine import gpus, installed
-from alignkit.check.model import make_checkpoint
-from alignkit.check.plan import Job
-from alignkit.check.run import Progress, execute, prepare
-from alignkit.check.terminal import interrupted_by_sigterm
+from alignkit.jobs.execute import Progress, execute, prepare
+from alignkit.jobs.job import Job
+from alignkit.jobs.model import make_checkpoint
+from alignkit.jobs.terminal import interrupted_by_sigterm
+from alignkit.runtime.machine import gpus, installed
 
 MEASURED = ("rollout", "training")
 PARTS = (*MEASURED, "profile")

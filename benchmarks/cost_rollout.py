@@ -23,8 +23,8 @@ from pathlib import Path
 
 from torch.distributed import FileStore
 
-from alignkit.check import plan
-from alignkit.check.rollout import GPU_SHARE, cache_bytes, shut_down
+from alignkit.jobs.job import draw_prompts
+from alignkit.jobs.rollout import GPU_SHARE, cache_bytes, shut_down
 from alignkit.vllm import patch_vllm, worker_status
 
 OPTIONS = {
@@ -125,7 +125,7 @@ def run(job: dict) -> None:
         params = vllm.SamplingParams(
             max_tokens=max_tokens, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
         )
-        prompts = [{"prompt_token_ids": p} for p in plan.draw_prompts(vocab, seed, tuple(case["lengths"]))]
+        prompts = [{"prompt_token_ids": p} for p in draw_prompts(vocab, seed, tuple(case["lengths"]))]
         # The paused scheduler makes all prompts start together; otherwise the first ones would start at random times.
         llm.sleep(level=0, mode="keep")
         llm.enqueue(prompts, params, use_tqdm=False)

@@ -25,12 +25,14 @@ from lib.options import parser as options_parser
 from lib.results import H200, merge, read, run_info, run_name, write
 
 from alignkit.check import plan
-from alignkit.check.machine import gpus, installed, no_room
-from alignkit.check.model import make_checkpoint
-from alignkit.check.plan import Job, Row
-from alignkit.check.run import Compared, WorkerError, compare_rows, execute, prepare
-from alignkit.check.terminal import Terminal, console, interrupted_by_sigterm
+from alignkit.check.plan import Row
+from alignkit.check.run import Compared, compare_rows
 from alignkit.convert import read_architecture
+from alignkit.jobs.execute import WorkerError, execute, prepare
+from alignkit.jobs.job import Job, draw_prompts
+from alignkit.jobs.model import make_checkpoint
+from alignkit.jobs.terminal import Terminal, console, interrupted_by_sigterm
+from alignkit.runtime.machine import gpus, installed, no_room
 
 DTYPE = "bfloat16"
 MODELS = {
@@ -268,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
             prompts=options.prompts or default.prompts, longest=options.longest or default.longest
         )
         lengths = random_lengths(workloads[model].prompts, workloads[model].longest)
-        prompts[model] = plan.draw_prompts(SIZES[options.size]["vocab"], 0, lengths)
+        prompts[model] = draw_prompts(SIZES[options.size]["vocab"], 0, lengths)
     parts = {model: options.parts or (PARTS if model in with_stock else PARTS[:-1]) for model in options.models}
     if LONG in parts:
         parts[LONG] = [part for part in parts[LONG] if part in ("modes", "tp")]

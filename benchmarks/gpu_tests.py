@@ -46,9 +46,9 @@ from lib.failures import MARK
 from lib.options import parser as options_parser
 from lib.results import H200, ROOT, merge, read, run_name, sources, with_sources, write
 
-from alignkit.check.machine import machine
-from alignkit.check.run import stop
-from alignkit.check.terminal import interrupted_by_sigterm
+from alignkit.jobs.execute import stop
+from alignkit.jobs.terminal import interrupted_by_sigterm
+from alignkit.runtime.machine import machine
 
 CUDA = {"ALIGNKIT_TEST_DEVICE": "cuda"}
 """Environment that makes the GPU the tests' default device."""

@@ -50,8 +50,8 @@ from lib.results import H200, backend, merge, read, row_keys, run_info, run_name
 from lib.stopwatch import Stopwatch
 from torch.nn.functional import cross_entropy, linear
 
-from alignkit.check.machine import version
 from alignkit.ops import head_logits, linear_logp, token_logp
+from alignkit.runtime.machine import version
 
 Shape = tuple[int, int, int]
 """n, d, v."""

@@ -40,8 +40,8 @@ from lib.models import MOE_SIZES, model_bytes
 from lib.options import parser as options_parser
 from lib.results import H200, merge, read, write
 
-from alignkit.check.machine import gpus, no_room
-from alignkit.check.terminal import interrupted_by_sigterm
+from alignkit.jobs.terminal import interrupted_by_sigterm
+from alignkit.runtime.machine import gpus, no_room
 
 ENGINES = ("stock", "aligned", "batch_invariant")
 KEY = ("size", "engine", "tp", "requests", "prompt")

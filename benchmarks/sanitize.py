@@ -42,10 +42,10 @@ from pathlib import Path
 from lib.options import parser as options_parser
 from lib.results import H200, ROOT, merge, read, row_keys, run_name, sources, with_sources, write
 
-from alignkit.check.machine import gpus, machine
-from alignkit.check.run import stop
-from alignkit.check.terminal import interrupted_by_sigterm
+from alignkit.jobs.execute import stop
+from alignkit.jobs.terminal import interrupted_by_sigterm
 from alignkit.runtime import dispatch
+from alignkit.runtime.machine import gpus, machine
 
 KEY = ("tool", "tests", "part")
 TOOLS = ("racecheck", "memcheck", "initcheck")

@@ -39,9 +39,9 @@ import torch.multiprocessing as mp
 from lib.options import parser as options_parser
 from lib.results import H200, merge, read, run_info, run_name, write
 
-from alignkit.check.store import connect_store, serve_store
 from alignkit.contract import k_leaves
 from alignkit.dist import TP, symmetric
+from alignkit.jobs.store import connect_store, serve_store
 from alignkit.ops.linear import matmul
 from alignkit.testing import bitwise_equal
 

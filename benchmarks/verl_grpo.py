@@ -37,8 +37,8 @@ import psutil
 import torch
 from lib.results import H200, ROOT, read, run_info, write
 
-from alignkit.check.machine import gpus, no_room
-from alignkit.check.model import make_checkpoint
+from alignkit.jobs.model import make_checkpoint
+from alignkit.runtime.machine import gpus, no_room
 
 MODEL = dict(
     hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936, tied=True, std=0.03

@@ -19,11 +19,13 @@ from lib.options import parser as options_parser
 from lib.results import RESULTS, merge, read, run_info, run_name, write
 
 from alignkit.check import plan
-from alignkit.check.machine import gpus
-from alignkit.check.model import make_checkpoint
 from alignkit.check.plan import Row
-from alignkit.check.run import Compared, compare_rows, execute, prepare
-from alignkit.check.terminal import Terminal, console, interrupted_by_sigterm
+from alignkit.check.run import Compared, compare_rows
+from alignkit.jobs.execute import execute, prepare
+from alignkit.jobs.job import draw_prompts
+from alignkit.jobs.model import make_checkpoint
+from alignkit.jobs.terminal import Terminal, console, interrupted_by_sigterm
+from alignkit.runtime.machine import gpus
 
 DTYPE = "bfloat16"
 PAIRS = {
@@ -72,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     prepare(out)
     size = SIZES["small"]
     model = make_checkpoint(out / "model", dtype=getattr(torch, DTYPE), **size)
-    prompts = plan.draw_prompts(size["vocab"], 0)
+    prompts = draw_prompts(size["vocab"], 0, plan.PROMPT_LENGTHS)
     rows = [Row(DTYPE, *pair, True) for n, pairs in PAIRS.items() if n <= options.ranks for pair in pairs]
     jobs = plan.jobs(
         rows, out, {DTYPE: model}, prompts, max_tokens=options.max_tokens, temperature=1.0, seed=0, gpu=bool(gpus())

@@ -44,17 +44,17 @@ from lib.models import SIZES, random_lengths
 from lib.options import parser as options_parser
 from lib.results import H200, merge, read, run_info, run_name, write
 
-from alignkit.check import plan
-from alignkit.check.machine import gpus
-from alignkit.check.model import make_checkpoint
-from alignkit.check.plan import Job
-from alignkit.check.run import execute, prepare
-from alignkit.check.terminal import Terminal, console, interrupted_by_sigterm
+from alignkit import bisect
+from alignkit.bisect import recording
+from alignkit.bisect.points import OPS
+from alignkit.bisect.run import module_of
 from alignkit.convert import read_architecture
-from alignkit.drift import Logprobs, bisect, load, save
-from alignkit.drift.bisect import recording
-from alignkit.drift.bisect.points import OPS
-from alignkit.drift.bisect.run import module_of
+from alignkit.drift import Logprobs, load, save
+from alignkit.jobs.execute import execute, prepare
+from alignkit.jobs.job import Job, draw_prompts
+from alignkit.jobs.model import make_checkpoint
+from alignkit.jobs.terminal import Terminal, console, interrupted_by_sigterm
+from alignkit.runtime.machine import gpus
 
 KEY = ("case", "op")
 ALL = "all"
@@ -113,7 +113,7 @@ def swapped(name: str) -> list[str]:
 def job(name: str, common: dict, out: Path) -> Job:
     """Return the job that produces a recording."""
     if name == COMPILED:
-        return Job(name, "alignkit.check.rollout", compiled(common, out))
+        return Job(name, "alignkit.jobs.rollout", compiled(common, out))
     engine = name.partition("-")[0]
     spec = common | {
         "engine": engine,
@@ -277,7 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
     prepare(out, (), ("recordings", "logs", "jobs"))
     sizes = SIZES[options.size]
     model = make_checkpoint(out / "model", "qwen3", **sizes)
-    sequences = plan.draw_prompts(sizes["vocab"], 0, random_lengths(options.sequences, options.longest))
+    sequences = draw_prompts(sizes["vocab"], 0, random_lengths(options.sequences, options.longest))
     rows = sum(map(len, sequences))
     common = {
         "model": str(model),

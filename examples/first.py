@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from vllm import LLM, SamplingParams
 
 import alignkit
-from alignkit.check.model import make_checkpoint
 from alignkit.convert import read_architecture
+from alignkit.jobs.model import make_checkpoint
 from alignkit.megatron import build, cpu, logprobs
 
 path = sys.argv[1] if len(sys.argv) > 1 else make_checkpoint(tempfile.mkdtemp() + "/model", "qwen3", torch.bfloat16)

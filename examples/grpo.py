@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 
 import alignkit
-from alignkit.check.model import make_checkpoint
 from alignkit.convert import read_architecture
 from alignkit.drift import compare_tensors
+from alignkit.jobs.model import make_checkpoint
 
 IGNORE = -100
 CLIP, KL_FACTOR = 0.2, 0.05

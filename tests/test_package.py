@@ -144,7 +144,7 @@ def test_wheel_from_the_sdist_passes_doctor_without_a_checkout(tmp_path):
     assert {
         "alignkit/_cpu.so",
         "alignkit/py.typed",
-        "alignkit/golden_cpu.json",
+        "alignkit/ops/golden_cpu.json",
         "alignkit/check/report.html.j2",
         "alignkit/integrations/functions.json",
         "alignkit/integrations/startup/sitecustomize.py",

@@ -8,21 +8,16 @@ comparable with stored rows.
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from ..errors import InputError
+from ..jobs.job import Job
 
-ROLLOUT, TRAINING = "alignkit.check.rollout", "alignkit.check.train"
+ROLLOUT, TRAINING = "alignkit.jobs.rollout", "alignkit.jobs.train"
 """Modules that rollout and training jobs run."""
-DTYPES = ("bfloat16", "float32")
-"""Values of `--dtype` in the order of the default; `alignkit.cli.DTYPES` is equal (tests/cli/test_status.py)."""
 PROMPT_LENGTHS = (3, 17, 64, 65, 129, 190, 256, 300)
 """Lengths below, at and above multiples of a chunk; the long prompts fill prefix-cache blocks."""
 CHUNK = 64
@@ -124,30 +119,6 @@ class Row:
         return "-sp-" in self.training
 
 
-@dataclass(eq=False)
-class Job:
-    """One engine in one process, started as `python -m <module> <name>.json`."""
-
-    name: str
-    module: str
-    spec: dict
-    needs: list[Path] = field(default_factory=list)
-
-    @property
-    def slots(self) -> int:
-        """Number of engine ranks."""
-        sizes = [self.spec.get(name, 1) for name in ("tp", "dp", "pp", "cp")]
-        return max(math.prod(sizes), self.spec.get("ep", 1))
-
-    @property
-    def outputs(self) -> list[Path]:
-        return [Path(run["out"]) for run in self.spec["runs"]]
-
-    def drop_runs(self, missing: set[Path]) -> None:
-        """Remove the runs whose input is in `missing`."""
-        self.spec["runs"] = [run for run in self.spec["runs"] if "in" not in run or Path(run["in"]) not in missing]
-
-
 def rollouts(tp: int, gpu: bool = False, experts: bool = False) -> list[str]:
     """Return the names of the rollouts up to tensor-parallel size `tp`.
 
@@ -246,12 +217,6 @@ def _computes_all_tokens(mode: str) -> bool:
     return mode != "prefix"
 
 
-def draw_prompts(vocab: int, seed: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
-    """Return random prompts of token ids, one per length, deterministic in the seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
-
-
 def jobs(
     wanted: list[Row],
     out: Path,
@@ -337,10 +302,6 @@ def jobs(
                 )
             )
     return [job for group in (rollout_jobs, training_jobs) for job in sorted(group, key=lambda job: -job.slots)]
-
-
-def write(job: Job, path: Path) -> None:
-    path.write_text(json.dumps(job.spec, indent=1) + "\n")
 
 
 def _state(patched: bool) -> str:

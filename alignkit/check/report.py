@@ -5,8 +5,6 @@ Texts are for people; programs read check.json. The template report.html.j2 gets
 
 from __future__ import annotations
 
-import base64
-import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,24 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..drift import TokenDifference
-from ..errors import UnsupportedError
-from .machine import installed
+from ..jobs.page import data_uri, figure_of
 from .run import Compared, Result
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 _MAX_WORST = 12
 """Number of worst tokens per dtype in report.html."""
 _STOCK, _PATCHED = "#c2410c", "#1d4ed8"
-
-
-def require_report_libraries() -> None:
-    """Raise UnsupportedError if a library that `write_html` needs is not installed."""
-    missing = [name for name in ("matplotlib", "jinja2") if not installed(name)]
-    if missing:
-        raise UnsupportedError(
-            f"report.html: missing packages: {', '.join(missing)}. Run pip install 'alignkit[report]', or pass "
-            "--no-report."
-        )
 
 
 def table(result: Result) -> Table:
@@ -231,7 +218,7 @@ def _histogram(stock: list[Compared], patched: list[Compared]) -> str:
     axes.set_xlabel("|training - rollout|")
     axes.set_ylabel("logprobs")
     axes.legend(frameon=False)
-    return _data_uri(figure)
+    return data_uri(figure)
 
 
 def _scatter(stock: Compared, patched: Compared) -> str:
@@ -248,7 +235,7 @@ def _scatter(stock: Compared, patched: Compared) -> str:
     for axes in (values, differences):
         axes.set_xlabel("rollout logprob")
     values.legend(frameon=False)
-    return _data_uri(figure)
+    return data_uri(figure)
 
 
 def _by_position(stock: list[Compared], patched: list[Compared]) -> str:
@@ -273,21 +260,4 @@ def _by_position(stock: list[Compared], patched: list[Compared]) -> str:
     axes.set_ylabel("mean |training - rollout|")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
-    return _data_uri(figure)
-
-
-def figure_of(columns: int = 1):
-    """Return a figure and its axes: a single one, or an array if `columns` > 1."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.subplots(1, columns)
-    for ax in axes if columns > 1 else [axes]:
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _data_uri(figure) -> str:
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=144)
-    return "data:image/png;base64," + base64.b64encode(image.getvalue()).decode()
+    return data_uri(figure)

@@ -18,9 +18,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ..contract import contract_id
 from ..errors import InputError
 from ..runtime.families import on_host
+from ..runtime.ids import contract_id
 from . import bounded
 
 FORMAT = "alignkit-logprobs"

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from alignkit import contract
 from alignkit.dist import symmetric
 from alignkit.engines import patch as engine_patch
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.runtime import dispatch
+from alignkit.runtime.ids import contract_id
 
 from .snapshot import device_of
 from .versions import VERSIONS
@@ -119,7 +119,7 @@ def status(model: Any = None) -> dict[str, Any]:
     device = device_of(model)  # a contract and a backend belong to a device, so they need a model
     return {
         **report,
-        "contract": contract.contract_id(device),
+        "contract": contract_id(device),
         "backend": dispatch.backend_of(device),
         **patch_model.report(model),
         "symmetric_memory": symmetric.used(model.pg_collection.tp),

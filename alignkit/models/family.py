@@ -1,7 +1,7 @@
 """Schema of a model family. The families themselves are data in the other files of this folder.
 
 Megatron-core's names of weights are in this file, because all families share them; a family's file has HF's and vLLM's.
-Readers: `models/config.py` (config.json), `alignkit/convert.py`, `alignkit/check/model.py` (generated checkpoints), the
+Readers: `models/config.py` (config.json), `alignkit/convert.py`, `alignkit/jobs/model.py` (generated checkpoints), the
 vLLM adapter and its bisect worker, `megatron/build.py` (`EXPERT_BIAS`).
 """
 

@@ -56,11 +56,6 @@ class Family:
         return f"alignkit-{self.version}/{self.name}/v{VOCAB_TILE}/k{K_LEAVES}/kv{self.kv_block}/leaf{self.kv_leaf}"
 
     @property
-    def golden(self) -> Path:
-        """The file of the golden hashes."""
-        return PACKAGE / f"golden_{self.name}.json"
-
-    @property
     def library(self) -> Path:
         """The file of the compiled kernels."""
         return PACKAGE / f"_{self.part}.so"

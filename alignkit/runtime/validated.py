@@ -2,7 +2,7 @@
 
 Some bits depend on torch's own arithmetic, and on a GPU on Triton's code generation. `Family.validated` lists the
 versions with which all tests passed. With other versions, the first op call on a device computes the family's golden
-bits (`alignkit.golden`) there and raises unless all of them match. The test takes seconds, once per installation: a
+bits (`alignkit.ops.golden`) there and raises unless all of them match. The test takes seconds, once per installation: a
 pass is cached under ``$XDG_CACHE_HOME/alignkit`` (``~/.cache/alignkit``). Another cache key only repeats the test.
 """
 
@@ -16,7 +16,7 @@ import os
 import platform
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -31,6 +31,15 @@ _lock = threading.Lock()
 _verdicts: dict[str, str | None] = {}
 """Verdicts of this process by cache key: the first golden mismatch, or None."""
 _thread = threading.local()
+Prover = Callable[[torch.device, str], str | None]
+"""Function of a device and its backend that computes the golden bits there and returns the first mismatch, or None."""
+_prover: Prover | None = None
+
+
+def register_prover(prover: Prover) -> None:
+    """Register the function that computes the golden bits. `alignkit.ops` does so when it is imported."""
+    global _prover
+    _prover = prover
 
 
 def installed(family: Family) -> dict[str, str]:
@@ -99,15 +108,16 @@ def test(device: torch.device, backend: str) -> str | None:
     Runs on a new thread, where the caller's modes (inference, autocast, default device, stream, torch functions) are
     inactive. Backward passes run on that thread too, because `unchecked` is per thread.
     """
-    from .. import golden
-
+    prover = _prover
+    if prover is None:
+        raise BackendError("device: no golden bits are registered. Import alignkit.ops first")
     found: list[str | None] = []
 
     def run() -> None:
         current = contextlib.nullcontext() if families.on_host(device) else torch.cuda.device(device)
         try:
             with unchecked(), torch.autograd.set_multithreading_enabled(False), current:
-                found.append(golden.difference(device, backend))
+                found.append(prover(device, backend))
         except Exception as e:  # an error is a verdict as well
             found.append(f"{type(e).__name__}: {e}")
 
@@ -146,7 +156,7 @@ def _package(backend: str) -> str:
     """Return the hash of the package: its Python files, the golden hashes, and the library of `backend`."""
     folder = families.PACKAGE
     libraries = {families.NATIVE: [native.LIBRARY], families.CUDA: [cuda.LIBRARY]}.get(backend, [])
-    return _sources.digest([*sorted(folder.rglob("*.py")), *sorted(folder.glob("golden_*.json")), *libraries])
+    return _sources.digest([*sorted(folder.rglob("*.py")), *sorted(folder.rglob("golden_*.json")), *libraries])
 
 
 def _file(key: str) -> Path:

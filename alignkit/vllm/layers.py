@@ -320,7 +320,7 @@ ALIGNED = {
 """Name of a vLLM class -> the class that replaces it.
 
 A built model may contain only these classes and the containers in `refuse.STRUCTURE`. A name also needs a hook point,
-and an op that `alignkit bisect --swap` replaces needs it in `LAYERS` of `alignkit.drift.bisect.vllm_worker`.
+and an op that `alignkit bisect --swap` replaces needs it in `LAYERS` of `alignkit.bisect.vllm_worker`.
 """
 
 MODEL_CLASSES = (qwen3.Qwen3Attention, qwen3_moe.Qwen3MoeAttention)

@@ -14,11 +14,11 @@ import vllm
 from vllm.distributed import get_ep_group, get_tp_group
 from vllm.logger import init_logger
 
-from alignkit.contract import contract_id
 from alignkit.dist import TP, symmetric
 from alignkit.errors import UnsupportedError
 from alignkit.runtime import dispatch
 from alignkit.runtime.families import on_host
+from alignkit.runtime.ids import contract_id
 from alignkit.vllm.layers import aligned_layers
 from alignkit.vllm.live import Watch
 from alignkit.vllm.parallel import register_groups

@@ -15,8 +15,8 @@ import socket
 import threading
 from pathlib import Path
 
-from ..check.machine import installed
 from ..errors import InputError, UnsupportedError
+from ..runtime.machine import installed
 from . import plot
 from .state import Watched
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from alignkit import _sources
-from alignkit.check.machine import family, machine, version
-from alignkit.check.run import write_json
+from alignkit.jobs.execute import write_json
 from alignkit.runtime import dispatch
+from alignkit.runtime.machine import family, machine, version
 
 from . import code
 

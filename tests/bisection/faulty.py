@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from alignkit.check import train
-from alignkit.drift.bisect import hf_side, megatron_side
-from alignkit.drift.bisect import job as jobs
-from alignkit.drift.bisect.points import OPS
+from alignkit.bisect import hf_side, megatron_side
+from alignkit.bisect import job as jobs
+from alignkit.bisect.points import OPS
+from alignkit.jobs import train
 from alignkit.megatron import modules
 
 from .paths import redirected

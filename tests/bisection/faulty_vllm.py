@@ -8,10 +8,10 @@ import sys
 
 import torch
 
-from alignkit.check.rollout import shut_down
-from alignkit.drift.bisect import job as jobs
-from alignkit.drift.bisect import vllm_side
-from alignkit.drift.bisect.vllm_worker import Recording
+from alignkit.bisect import job as jobs
+from alignkit.bisect import vllm_side
+from alignkit.bisect.vllm_worker import Recording
+from alignkit.jobs.rollout import shut_down
 
 from .paths import redirected
 

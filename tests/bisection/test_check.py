@@ -9,8 +9,8 @@ import shlex
 import pytest
 
 from alignkit import cli
+from alignkit.bisect.run import parse_side
 from alignkit.check import run
-from alignkit.drift.bisect.run import parse_side
 from tests.cli.test_check import _result
 
 

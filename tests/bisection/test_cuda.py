@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 
-from alignkit.check import run as checks
-from alignkit.check.machine import most_ranks
-from alignkit.check.model import make_checkpoint
-from alignkit.drift import bisect
-from alignkit.drift.bisect import run as runs
+from alignkit import bisect
+from alignkit.bisect import run as runs
+from alignkit.jobs.execute import execute
+from alignkit.jobs.model import make_checkpoint
+from alignkit.runtime.machine import most_ranks
 from tests.bisection.test_engines import (
     assert_aligned_with_all_ops_swapped,
     compare_recordings,
@@ -37,7 +37,7 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def short_sequences_and_concurrent_engines(monkeypatch):
     monkeypatch.setattr(runs, "LENGTHS", LENGTHS)
-    monkeypatch.setattr(checks, "execute", partial(checks.execute, per_gpu=4))
+    monkeypatch.setattr(runs, "execute", partial(execute, per_gpu=4))
 
 
 def run(model, tmp_path, a, b, **options):

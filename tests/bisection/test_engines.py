@@ -11,14 +11,13 @@ import sys
 import pytest
 import torch
 
-from alignkit import contract
-from alignkit.check.model import make_checkpoint
+from alignkit import bisect, contract
+from alignkit.bisect import recording
+from alignkit.bisect import run as runs
+from alignkit.bisect.points import OPS, points
 from alignkit.convert import read_architecture
-from alignkit.drift import bisect
-from alignkit.drift.bisect import recording
-from alignkit.drift.bisect import run as runs
-from alignkit.drift.bisect.points import OPS, points
 from alignkit.errors import UnsupportedError
+from alignkit.jobs.model import make_checkpoint
 from tests.forks import preload, start_process
 
 preload("tests.vllm.preload", "tests.megatron.preload")

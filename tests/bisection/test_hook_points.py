@@ -1,7 +1,7 @@
 """Source lines of vLLM on which the bisect recorder depends exist in every supported version.
 
 The sources come from ALIGNKIT_WHEELS (`make test` sets it) and from the installed vLLM. A missing line means that
-alignkit/drift/bisect/vllm_worker.py would record another value.
+alignkit/bisect/vllm_worker.py would record another value.
 """
 
 import re

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from alignkit.bisect import comparison as comparing
+from alignkit.bisect import job as jobs
+from alignkit.bisect import recording
+from alignkit.bisect.points import points
 from alignkit.convert import Architecture
-from alignkit.drift.bisect import comparison as comparing
-from alignkit.drift.bisect import job as jobs
-from alignkit.drift.bisect import recording
-from alignkit.drift.bisect.points import points
 from alignkit.errors import InputError
 
 ARCH = Architecture("qwen3", 2, 16, 4, 2, 8, 24, 40, 64, 1e-6, 1e4, False)

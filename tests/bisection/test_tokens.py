@@ -7,9 +7,9 @@ runs bisect with both engines.
 import pytest
 import torch
 
-from alignkit import contract_id
-from alignkit.drift import Logprobs, Monitor, bisect, save
-from alignkit.drift.bisect import tokens
+from alignkit import bisect, contract_id
+from alignkit.bisect import tokens
+from alignkit.drift import Logprobs, Monitor, save
 from alignkit.errors import InputError
 
 IDS = torch.arange(4 * 6).reshape(4, 6) + 3

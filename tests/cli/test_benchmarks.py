@@ -21,9 +21,9 @@ import psutil
 import pytest
 import torch
 
-from alignkit.check.model import make_checkpoint
-from alignkit.check.train import check_layout
 from alignkit.integrations.recipe.engines import vllm_refusal
+from alignkit.jobs.model import make_checkpoint
+from alignkit.jobs.train import check_layout
 from alignkit.models.config import Architecture
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -261,7 +261,7 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
 
     def execute(jobs, out, timeout, progress, keep_going, per_gpu):
         for job in jobs:
-            rollout = job.module == "alignkit.check.rollout"
+            rollout = job.module == "alignkit.jobs.rollout"
             for run in job.spec["runs"]:
                 if job.name not in failing:
                     value = torch.full((2,), -1.0 if rollout else offset[0] - 1.0)
@@ -692,7 +692,7 @@ def test_wrong_prefix_cache_hits_are_errors(long, rollout, monkeypatch, tmp_path
         rollout.run(rollout_job(long, tmp_path))
     assert [c["cached"] for c in json.loads((tmp_path / "out.json").read_text())["cases"]] == [False]
     Vllm(monkeypatch)
-    monkeypatch.setattr(rollout.plan, "draw_prompts", lambda vocab, seed, lengths: [[1] * n for n in lengths])
+    monkeypatch.setattr(rollout, "draw_prompts", lambda vocab, seed, lengths: [[1] * n for n in lengths])
     with pytest.raises(RuntimeError, match="prefix cache: must hold no token of a new prompt, got 299 of 300"):
         rollout.run(rollout_job(long, tmp_path))
 
@@ -2262,7 +2262,7 @@ def test_verl_ranks_share_gpus(module, monkeypatch):
     assert len(fields) == 3 and [vllm_refusal(field, value) for field, value in fields] == [None] * 3
     monkeypatch.setattr(verl, "gpus", lambda: ["0"])
     assert verl.shared_gpu_settings(verl.LAYOUTS["one"]) == ([], {})
-    monkeypatch.setattr("alignkit.check.machine.gpus", lambda: ["0"])
+    monkeypatch.setattr("alignkit.runtime.machine.gpus", lambda: ["0"])
     monkeypatch.setattr(sys, "argv", ["verl_grpo.py", "--layouts", "one", "pp2"])
     with pytest.raises(SystemExit, match="2"):
         verl.main()

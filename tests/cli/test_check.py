@@ -23,13 +23,15 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from alignkit.check import plan, report, run
-from alignkit.check.machine import gpus, installed, machine, most_ranks
-from alignkit.check.model import make_checkpoint
-from alignkit.check.plan import Job, Row
-from alignkit.contract import contract_id
+from alignkit.check.plan import Row
 from alignkit.drift import Logprobs, compare, load, save
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.jobs.execute import Progress, WorkerError, check_out, execute, needed, prepare
+from alignkit.jobs.job import DTYPES, Job, draw_prompts
+from alignkit.jobs.model import make_checkpoint
 from alignkit.runtime import dispatch
+from alignkit.runtime.ids import contract_id
+from alignkit.runtime.machine import gpus, installed, machine, most_ranks
 
 ROLLOUTS = {"batch", "one", "chunked", "prefix", "prompt_logprobs", "tp2"}
 TRAININGS = {"tp1-one", "tp1-padded", "tp2-one", "tp2-padded", "tp2-sp-one", "tp2-sp-padded"}
@@ -186,7 +188,7 @@ def test_the_default_plan_adds_moe_rows_to_a_dense_model(tmp_path, monkeypatch):
 
         monkeypatch.setattr(run, "execute", execute)
         with pytest.raises(KeyboardInterrupt):
-            run.run(run.Options(out=tmp_path, tp=1, dtypes=["bfloat16"], max_tokens=1, **options), run.Progress())
+            run.run(run.Options(out=tmp_path, tp=1, dtypes=["bfloat16"], max_tokens=1, **options), Progress())
         return jobs
 
     jobs = planned()
@@ -251,9 +253,9 @@ def test_prompt_logprobs_use_the_tokens_of_the_same_engine(tmp_path):
 
 
 def test_prompts_are_seeded_and_within_the_vocabulary():
-    prompts = plan.draw_prompts(2000, 0)
+    prompts = draw_prompts(2000, 0, plan.PROMPT_LENGTHS)
     assert len(prompts) == 8 and min(map(len, prompts)) == 3 and max(map(len, prompts)) == 300
-    assert prompts == plan.draw_prompts(2000, 0) != plan.draw_prompts(2000, 1)
+    assert prompts == draw_prompts(2000, 0, plan.PROMPT_LENGTHS) != draw_prompts(2000, 1, plan.PROMPT_LENGTHS)
     assert all(0 <= t < 2000 for p in prompts for t in p)
 
 
@@ -283,7 +285,7 @@ WRITE = "pathlib.Path(job['runs'][0]['out']).write_text(str(time.monotonic()))\n
 def test_a_job_waits_for_its_inputs(tmp_path, job):
     second = job("second", f"assert pathlib.Path({str(tmp_path / 'a')!r}).exists()\n" + WRITE, ["a"], "b")
     first = job("first", "time.sleep(0.3)\n" + WRITE, out="a", tp=64)  # wider than the machine: runs alone
-    seconds, failures = run.execute([second, first], tmp_path, 60, run.Progress())
+    seconds, failures = execute([second, first], tmp_path, 60, Progress())
     assert not failures and set(seconds) == {"first", "second"}
     assert float((tmp_path / "a").read_text()) < float((tmp_path / "b").read_text())
 
@@ -301,36 +303,36 @@ def test_independent_jobs_continue_after_a_failure(tmp_path, job):
     bad.spec["runs"].append({"out": str(tmp_path / "b")})
     ended = {}
 
-    class Ended(run.Progress):
+    class Ended(Progress):
         def ended(self, job, seconds, failure):
             ended[job.name] = failure
 
     jobs = [bad, job("good", WRITE, out="c"), reader_job("both", "a", "b", "c"), reader_job("none", "b")]
-    seconds, failures = run.execute(jobs, tmp_path, 60, Ended(), keep_going=True)
+    seconds, failures = execute(jobs, tmp_path, 60, Ended(), keep_going=True)
     assert set(seconds) == {"good", "both"} and set(failures) == {"bad", "none"}
     assert "that is why" in failures["bad"] and ended == failures | {"good": None, "both": None}
     assert (tmp_path / "both-a").exists() and (tmp_path / "both-c").exists() and not (tmp_path / "both-b").exists()
 
 
 def test_each_job_gets_its_own_gpus(tmp_path, job, monkeypatch):
-    monkeypatch.setattr(run, "gpus", lambda: ["3", "5", "7"])
+    monkeypatch.setattr("alignkit.jobs.execute.gpus", lambda: ["3", "5", "7"])
     code = "import os, time\npathlib.Path(job['runs'][0]['out']).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
     jobs = [job(name, code + "time.sleep(1)", out=name, tp=n) for name, n in (("a", 2), ("b", 1), ("c", 3))]
-    run.execute(jobs, tmp_path, 60, run.Progress())
+    execute(jobs, tmp_path, 60, Progress())
     assert [(tmp_path / name).read_text() for name in "ab"] == ["3,5", "7"]
     assert sorted((tmp_path / "c").read_text().split(",")) == ["3", "5", "7"]
 
 
 def test_ranks_share_gpus_on_request(monkeypatch):
     def gpus_needed(module, **sizes):
-        return run.needed(Job("wide", module, {"tp": 1, "runs": []} | sizes))
+        return needed(Job("wide", module, {"tp": 1, "runs": []} | sizes))
 
     assert gpus_needed(plan.TRAINING, tp=2, pp=2) == 4
     monkeypatch.setenv("ALIGNKIT_RANKS_PER_GPU", "2")
     layouts = ({}, {"tp": 2}, {"cp": 3}, {"tp": 2, "ep": 4})
     assert [gpus_needed(plan.TRAINING, **sizes) for sizes in layouts] == [1, 1, 2, 2]
     assert [gpus_needed(plan.ROLLOUT, tp=n) for n in (1, 2, 4)] == [1, 1, 2]
-    monkeypatch.setattr("alignkit.check.machine.gpus", lambda: ["0", "1"])
+    monkeypatch.setattr("alignkit.runtime.machine.gpus", lambda: ["0", "1"])
     assert most_ranks() == 4
 
 
@@ -344,15 +346,15 @@ def test_gpus_respect_cuda_visible_devices(monkeypatch):
 
 def test_tp_defaults_to_1_on_one_gpu(tmp_path, monkeypatch):
     assert run.Options(out=tmp_path).tp == 2
-    for module in ("run", "machine"):
-        monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
+    for module in ("check.run", "runtime.machine"):
+        monkeypatch.setattr(f"alignkit.{module}.gpus", lambda: ["0"])
     assert run.Options(out=tmp_path).tp == 1
     if installed("vllm") and installed("megatron.core"):
         with pytest.raises(
             InputError,
             match=r"tp: must be at most 1 on this machine \(GPUs \* ALIGNKIT_RANKS_PER_GPU = 1 \* 1\), got 2",
         ):
-            run.run(run.Options(out=tmp_path / "out", tp=2), run.Progress())
+            run.run(run.Options(out=tmp_path / "out", tp=2), Progress())
     monkeypatch.setenv("ALIGNKIT_RANKS_PER_GPU", "4")
     assert run.Options(out=tmp_path).tp == 2
 
@@ -373,7 +375,7 @@ def test_training_layouts_are_compared_with_a_batch(tmp_path, monkeypatch):
             ("tp1-cp3-one", "cp: must divide the 8 query heads, got 3"),
         ):
             with pytest.raises(InputError, match=why):
-                run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
+                run.run(run.Options(out=tmp_path / "out", trainings=[name]), Progress())
         for name, why in (
             (
                 "tp8-padded",
@@ -382,17 +384,17 @@ def test_training_layouts_are_compared_with_a_batch(tmp_path, monkeypatch):
             ("tp3-padded", "^tp: must divide num_key_value_heads = 4, got 3$"),  # no --tp helps
         ):
             with pytest.raises(UnsupportedError, match=why):
-                run.run(run.Options(out=tmp_path / "out", trainings=[name]), run.Progress())
-        monkeypatch.setattr("alignkit.check.train.installed", lambda name: False)
+                run.run(run.Options(out=tmp_path / "out", trainings=[name]), Progress())
+        monkeypatch.setattr("alignkit.jobs.train.installed", lambda name: False)
         with pytest.raises(UnsupportedError, match="spec: te requires TransformerEngine"):
-            run.run(run.Options(out=tmp_path / "te", trainings=["tp1-te-padded"]), run.Progress())
+            run.run(run.Options(out=tmp_path / "te", trainings=["tp1-te-padded"]), Progress())
         assert not (tmp_path / "te").exists()
-        for module in ("run", "machine"):
-            monkeypatch.setattr(f"alignkit.check.{module}.gpus", lambda: ["0"])
+        for module in ("check.run", "runtime.machine"):
+            monkeypatch.setattr(f"alignkit.{module}.gpus", lambda: ["0"])
         with pytest.raises(
             InputError, match="training: engine .*-tp1-pp2: the number of ranks must be at most 1 .*, got 2"
         ):
-            run.run(run.Options(out=tmp_path / "out", trainings=["tp1-pp2-padded"]), run.Progress())
+            run.run(run.Options(out=tmp_path / "out", trainings=["tp1-pp2-padded"]), Progress())
 
 
 def test_bisect_is_suggested_only_for_supported_rows(tmp_path):
@@ -417,13 +419,13 @@ def test_the_commit_comes_from_the_environment(monkeypatch):
 
 def test_a_failure_shows_the_log(tmp_path, job):
     message = r"bad: exit status 1\n(.|\n)*bad.log(.|\n)*ValueError: that is why"
-    with pytest.raises(run.WorkerError, match=message):
-        run.execute([job("bad", "raise ValueError('that is why')")], tmp_path, 60, run.Progress())
+    with pytest.raises(WorkerError, match=message):
+        execute([job("bad", "raise ValueError('that is why')")], tmp_path, 60, Progress())
 
 
 def test_a_missing_output_is_a_failure(tmp_path, job):
-    with pytest.raises(run.WorkerError, match="quiet: exited without writing a"):
-        run.execute([job("quiet", "", out="a")], tmp_path, 60, run.Progress())
+    with pytest.raises(WorkerError, match="quiet: exited without writing a"):
+        execute([job("quiet", "", out="a")], tmp_path, 60, Progress())
 
 
 def test_a_timeout_stops_child_processes(tmp_path, job):
@@ -431,8 +433,8 @@ def test_a_timeout_stops_child_processes(tmp_path, job):
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print('child', child.pid, flush=True)\ntime.sleep(600)\n"
     )
-    with pytest.raises(run.WorkerError, match="stuck: timed out after 2 s"):
-        run.execute([job("stuck", code)], tmp_path, 2, run.Progress())
+    with pytest.raises(WorkerError, match="stuck: timed out after 2 s"):
+        execute([job("stuck", code)], tmp_path, 2, Progress())
     child = int(re.search(r"child (\d+)", (tmp_path / "logs" / "stuck.log").read_text())[1])
     for _ in range(100):
         if not _alive(child):
@@ -454,11 +456,11 @@ def test_an_interrupt_stops_the_engines(tmp_path, job, sent):
     # Shells make background jobs ignore SIGINT, and children inherit that.
     code = (
         f"import pathlib, signal\nfrom alignkit import cli\nfrom alignkit.check import run\n"
-        f"from alignkit.check.plan import Job\n"
+        f"from alignkit.jobs.execute import Progress, execute\nfrom alignkit.jobs.job import Job\n"
         f"signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"def check(options, progress):\n"
         f"    job = Job('stuck', {stuck.module!r}, {stuck.spec!r})\n"
-        f"    run.execute([job], pathlib.Path({str(tmp_path)!r}), 600, run.Progress())\n"
+        f"    execute([job], pathlib.Path({str(tmp_path)!r}), 600, Progress())\n"
         f"run.run = check\ncli.main(['check', '--no-report'])\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
@@ -507,8 +509,7 @@ def _result(patched_training=(-1.0, -2.0)):
         "seconds": {"all": 1.0},
     }
     return run.Result(
-        [compared(d, False, (-1.0, -2.25)) for d in plan.DTYPES]
-        + [compared(d, True, patched_training) for d in plan.DTYPES],
+        [compared(d, False, (-1.0, -2.25)) for d in DTYPES] + [compared(d, True, patched_training) for d in DTYPES],
         info,
     )
 
@@ -661,7 +662,7 @@ def test_a_result_file_must_match_its_job(tmp_path, change, message):
     save(tmp_path / "a", _logprobs(**good))
     assert run._read(tmp_path / "a", True, [[1, 2]]).tokens == load(tmp_path / "a").tokens
     save(tmp_path / "a", _logprobs(**(good | change)))
-    with pytest.raises(run.WorkerError, match=message):
+    with pytest.raises(WorkerError, match=message):
         run._read(tmp_path / "a", True, [[1, 2]])
 
 
@@ -693,10 +694,10 @@ def test_a_foreign_output_directory_is_rejected(alignkit, tmp_path):
 
 
 def test_check_rejects_a_directory_of_bisect_results(tmp_path):
-    run.prepare(tmp_path, command="bisect")
-    run.check_out(tmp_path, "bisect")
+    prepare(tmp_path, command="bisect")
+    check_out(tmp_path, "bisect")
     with pytest.raises(InputError, match="must be new, empty, or hold results of an earlier alignkit check"):
-        run.check_out(tmp_path)
+        check_out(tmp_path)
 
 
 @engines
@@ -734,7 +735,7 @@ def test_environment_variables_are_validated_before_engines_start(alignkit, tmp_
 def test_invalid_options_are_rejected(tmp_path, options, message, own_model):
     model = make_checkpoint(tmp_path / "model", layers=1) if own_model else None
     with pytest.raises((InputError, UnsupportedError), match=message):
-        run.run(run.Options(out=tmp_path / "out", model=model, **options), run.Progress())
+        run.run(run.Options(out=tmp_path / "out", model=model, **options), Progress())
     assert not (tmp_path / "out").exists()
 
 
@@ -807,7 +808,7 @@ def test_a_broken_model_is_rejected_before_an_engine_starts(check_changed_model,
 @engines
 def test_a_failed_engine_has_its_own_exit_status(alignkit, tmp_path, monkeypatch):
     def fail(*args):
-        raise run.WorkerError("bfloat16-stock-rollout-tp1: exit status 1")
+        raise WorkerError("bfloat16-stock-rollout-tp1: exit status 1")
 
     monkeypatch.setattr(run, "execute", fail)
     status, _, err = alignkit("check", "--out", tmp_path / "out", "--no-report")

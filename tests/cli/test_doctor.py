@@ -10,11 +10,12 @@ import re
 import pytest
 import torch
 
-from alignkit import doctor, golden, ops
-from alignkit.check.machine import installed
-from alignkit.contract import contract_id
+from alignkit import doctor, ops
 from alignkit.errors import UnsupportedError
+from alignkit.ops import golden
 from alignkit.runtime import dispatch, families, validated
+from alignkit.runtime.ids import contract_id
+from alignkit.runtime.machine import installed
 
 
 def test_doctor_passes_here(alignkit):

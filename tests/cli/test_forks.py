@@ -1,4 +1,4 @@
-"""Fork servers (alignkit/check/forks.py), from which `alignkit check` forks its engine processes on a CPU.
+"""Fork servers (alignkit/jobs/forks.py), from which `alignkit check` forks its engine processes on a CPU.
 
 Small modules written by the tests take the place of engines.
 """
@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from alignkit.check import forks, run
-from alignkit.check.plan import Job
+from alignkit.jobs import execute as execution
+from alignkit.jobs import forks
+from alignkit.jobs.job import Job
 
 from .test_check import _alive
 
@@ -43,7 +44,7 @@ def test_one_server_process_forks_all_jobs(start_fork, tmp_path):
     for name in ("one", "two"):
         start_fork(
             name,
-            "from alignkit.check import forks\n"
+            "from alignkit.jobs import forks\n"
             "print(large.BY, os.getppid(), forks.forked, os.getpgid(0) == os.getpid(), os.environ['HERE'], *arguments)",
             HERE=name,
         ).wait(30)
@@ -95,7 +96,7 @@ def test_stopping_a_fork_stops_its_children(start_fork, tmp_path):
         fork.wait(1)
     while not (child := (tmp_path / "stuck.log").read_text()):
         time.sleep(0.05)
-    run.stop(fork)
+    execution.stop(fork)
     assert fork.returncode == -signal.SIGTERM
     deadline = time.monotonic() + 30
     while _alive(int(child)) and time.monotonic() < deadline:
@@ -118,7 +119,7 @@ def test_a_process_has_one_thread_when_it_forks_its_ranks(start_fork, tmp_path):
     """Another thread could hold a lock that deadlocks the fork, such as glibc's resolver lock."""
     fork = start_fork(
         "ranks",
-        """from alignkit.check import train
+        """from alignkit.jobs import train
 threads = []
 os.register_at_fork(before=lambda: threads.append(len(os.listdir("/proc/self/task"))))
 def rank(rank, job, body, store):
@@ -127,7 +128,7 @@ def rank(rank, job, body, store):
 train._rank = rank
 train.launch({"tp": 2}, None)
 print(threads)""",
-        imports=("alignkit.check.train",),
+        imports=("alignkit.jobs.train",),
     )
     assert fork.wait(60) == 0, (tmp_path / "ranks.log").read_text()
     assert (tmp_path / "ranks.log").read_text().strip() == "[1, 1]"
@@ -139,10 +140,10 @@ def test_engine_jobs_are_forked_only_on_a_cpu(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     started = []
     monkeypatch.setattr(forks, "start", lambda module, *_: started.append(module))
-    job = Job("job", "alignkit.check.rollout", {"tp": 1, "runs": []})
-    run._start(job, tmp_path, None)
+    job = Job("job", "alignkit.jobs.rollout", {"tp": 1, "runs": []})
+    execution._start(job, tmp_path, None)
     assert started == [job.module]
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command[:3]))
-    run._start(job, tmp_path, ["0"])
-    run._start(Job("other", "json.tool", {"tp": 1, "runs": []}), tmp_path, None)
+    execution._start(job, tmp_path, ["0"])
+    execution._start(Job("other", "json.tool", {"tp": 1, "runs": []}), tmp_path, None)
     assert started[1:] == [[sys.executable, "-m", job.module], [sys.executable, "-m", "json.tool"]]

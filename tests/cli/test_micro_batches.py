@@ -2,9 +2,9 @@
 
 import pytest
 
-from alignkit.check.model import make_checkpoint
-from alignkit.check.train import _check, _micro_batches
 from alignkit.errors import InputError
+from alignkit.jobs.model import make_checkpoint
+from alignkit.jobs.train import _check, _micro_batches
 
 
 def pairs(*lengths):

@@ -1,4 +1,4 @@
-"""Random-weight checkpoints (alignkit/check/model.py) of every model family.
+"""Random-weight checkpoints (alignkit/jobs/model.py) of every model family.
 
 transformers must load them. Their softmax must be neither flat nor saturated, so that comparisons detect drift.
 """
@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from alignkit.check.model import make_checkpoint
 from alignkit.convert import read_architecture
 from alignkit.errors import InputError
+from alignkit.jobs.model import make_checkpoint
 from alignkit.models import FAMILIES
 
 SMALL = dict(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=200)

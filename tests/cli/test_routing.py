@@ -1,4 +1,4 @@
-"""Count of rerouted tokens (alignkit/check/routing.py): tokens with another expert in training than in rollout.
+"""Count of rerouted tokens (alignkit/jobs/routing.py): tokens with another expert in training than in rollout.
 
 Recorded rows of both engines must map to the right tokens. Megatron's real router is used if installed; vLLM's steps
 are fakes.
@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from alignkit.check import routing
-from alignkit.check.train import _MODES, _forwards, _micro_batches
 from alignkit.drift import Logprobs
 from alignkit.errors import InputError
+from alignkit.jobs import routing
+from alignkit.jobs.train import _MODES, _forwards, _micro_batches
 
 
 def sequences_of(*lengths):

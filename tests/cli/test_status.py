@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from alignkit import cli, drift
-from alignkit.check import plan
+from alignkit.bisect import points
 from alignkit.drift import Logprobs, save
-from alignkit.drift.bisect import points
 from alignkit.errors import BackendError, InputError, UnsupportedError
+from alignkit.jobs.job import DTYPES
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_exit_statuses_are_distinct_and_documented(alignkit):
 
 
 def test_names_in_the_help_equal_the_names_that_the_commands_accept():
-    assert cli.DTYPES == plan.DTYPES and cli.BISECT_OPS == points.OPS
+    assert cli.DTYPES == DTYPES and cli.BISECT_OPS == points.OPS
 
 
 @pytest.mark.parametrize("option", ["--model-family", "--arch"])

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from alignkit.check import plan, run
-from alignkit.check.model import make_checkpoint
 from alignkit.cli import main
+from alignkit.jobs.execute import Progress
+from alignkit.jobs.model import make_checkpoint
 
 ROLLOUTS = {"batch", "one", "chunked", "prefix", "prompt_logprobs", "tp2"}
 TRAININGS = {f"{tp}-{mode}" for tp in ("tp1", "tp2", "tp2-sp") for mode in ("one", "padded")}
@@ -69,7 +70,7 @@ def test_some_pairings_are_bit_equal(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "rows", lambda *args: rows)
     model = make_checkpoint(tmp_path / "model", dtype=torch.bfloat16, **SMALL)
     options = run.Options(out=tmp_path / "out", model=model, dtypes=["bfloat16"], tp=2, max_tokens=TOKENS)
-    compared = run.run(options, run.Progress()).compared
+    compared = run.run(options, Progress()).compared
     assert all(c.report.all_equal and c.report.tokens == 8 * TOKENS for c in compared) and len(compared) == len(pairs)
 
 
@@ -79,7 +80,7 @@ def test_routing_is_equal_when_aligned_and_differs_when_stock(tmp_path, monkeypa
     monkeypatch.setattr(plan, "rows", lambda *args: rows)
     model = make_checkpoint(tmp_path / "model", "qwen3_moe", torch.bfloat16, **SMALL | {"intermediate": 128})
     options = run.Options(out=tmp_path / "out", model=model, dtypes=["bfloat16"], tp=1, max_tokens=TOKENS)
-    stock, patched = run.run(options, run.Progress()).compared
+    stock, patched = run.run(options, Progress()).compared
     tokens = sum(plan.PROMPT_LENGTHS) + 8 * (TOKENS - 1)
     assert patched.report.all_equal and patched.routing == (0, tokens)
     assert not stock.report.all_equal and 0 < stock.routing[0] < stock.routing[1] == tokens

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from alignkit.check.machine import machine
-from alignkit.check.run import write_json
+from alignkit.jobs.execute import write_json
+from alignkit.runtime.machine import machine
 
 from . import draw, faults, run
 from .judge import GOOD, VERDICTS

@@ -36,7 +36,7 @@ def _serve(rank: int, port: int, device: str, checkpoints: dict[str, str], jobs,
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from alignkit.check.store import connect_store
+    from alignkit.jobs.store import connect_store
     from alignkit.megatron import patch_megatron
     from alignkit.megatron.cpu import cpu_host
 
@@ -163,7 +163,7 @@ class Pair:
     def __init__(self, device: str, checkpoints: dict[str, str], log: str):
         # A forked process cannot use CUDA if its parent has queried for a device.
         context = mp.get_context("forkserver" if device == "cpu" else "spawn")
-        from alignkit.check.store import serve_store
+        from alignkit.jobs.store import serve_store
 
         self._store, self.pipes, self.processes = serve_store(), [], []
         for rank in range(2):

@@ -123,7 +123,7 @@ def rank_faults(seed: int, indices: Iterable[int], device: str = "cpu", done: Ca
 @contextlib.contextmanager
 def checkpoints() -> Iterator[tuple[dict[str, str], str]]:
     """Yield the path of a tiny checkpoint per model, and a log file for the ranks' output."""
-    from alignkit.check.model import make_checkpoint
+    from alignkit.jobs.model import make_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ranks.log"

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignkit.check.model import make_checkpoint
 from alignkit.integrations import functions, startup
+from alignkit.jobs.model import make_checkpoint
 from alignkit.testing import assert_bitwise_equal
 
 pytest.importorskip("megatron.core")

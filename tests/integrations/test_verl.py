@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignkit.check.model import make_checkpoint
 from alignkit.errors import UnsupportedError
+from alignkit.jobs.model import make_checkpoint
 from alignkit.testing import Ranks, assert_bitwise_equal
 from tests.integrations import in_verl
 from tests.vllm.conftest import VllmProcess

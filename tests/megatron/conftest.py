@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from alignkit.check.model import make_checkpoint
+from alignkit.jobs.model import make_checkpoint
 from tests.forks import METHOD, preload
 
 if importlib.util.find_spec("megatron") is None:  # tests of the converter and the hook points run without it

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from alignkit.check.machine import gpu_of
-from alignkit.check.store import connect_store
 from alignkit.dist import TP
+from alignkit.jobs.store import connect_store
+from alignkit.runtime.machine import gpu_of
 from alignkit.testing import Ranks
 
 

@@ -9,9 +9,9 @@ import zlib
 
 import torch
 
-from alignkit.check.train import recompute
 from alignkit.convert import read_architecture
 from alignkit.dist import TP
+from alignkit.jobs.train import recompute
 from alignkit.megatron import logprobs, patch_megatron, status
 from alignkit.megatron.build import gpt_model, hf_weights, whole
 from alignkit.megatron.modules import expert_ranks

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignkit.check.train import recompute
 from alignkit.convert import Checkpoint, read_architecture
+from alignkit.jobs.train import recompute
 from alignkit.megatron import patch_megatron
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers

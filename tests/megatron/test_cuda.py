@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from alignkit.check.machine import gpus as visible
-from alignkit.check.machine import most_ranks
 from alignkit.convert import Checkpoint, read_architecture
+from alignkit.runtime.machine import gpus as visible
+from alignkit.runtime.machine import most_ranks
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import reference, workers
 from tests.megatron.gpus import GPUs

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from alignkit.check.machine import most_ranks
 from alignkit.convert import Checkpoint, read_architecture
+from alignkit.runtime.machine import most_ranks
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import moe, reference
 from tests.megatron.gpus import GPUs, _on_cpu

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from alignkit.check.machine import most_ranks
+from alignkit.runtime.machine import most_ranks
 from tests.megatron import layouts, test_context, test_data_parallel, test_pipeline
 from tests.megatron.gpus import GPUs
 from tests.megatron.test_cuda import BIG

@@ -11,9 +11,9 @@ import weakref
 import pytest
 import torch
 
-from alignkit.contract import contract_id
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.megatron import logprobs, output_processor, patch_megatron, set_vocab_size, status
+from alignkit.runtime.ids import contract_id
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
 
@@ -259,7 +259,7 @@ def test_unknown_version_is_rejected(monkeypatch):
 
 def test_importing_alignkit_megatron_imports_no_engine():
     code = (
-        "import sys, alignkit.megatron, alignkit.convert, alignkit.megatron.versions, alignkit.check.train;"
+        "import sys, alignkit.megatron, alignkit.convert, alignkit.megatron.versions, alignkit.jobs.train;"
         "assert not any(m.split('.')[0] in ('megatron', 'vllm') for m in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

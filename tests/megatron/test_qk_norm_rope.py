@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from alignkit import ops
-from alignkit.check.train import recompute
+from alignkit.jobs.train import recompute
 from alignkit.megatron import patch_megatron
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers

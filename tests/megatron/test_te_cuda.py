@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from alignkit.check.machine import most_ranks
 from alignkit.convert import Checkpoint
+from alignkit.runtime.machine import most_ranks
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import te_workers, workers
 from tests.megatron.gpus import GPUs

@@ -1,4 +1,4 @@
-"""Training jobs of `alignkit check` (alignkit/check/train.py), in separate processes with real Megatron-core on a CPU.
+"""Training jobs of `alignkit check` (alignkit/jobs/train.py), in separate processes with real Megatron-core on a CPU.
 
 Patched jobs must be bit-equal across layouts, and a failing rank must end its job with its traceback.
 """
@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from alignkit import contract
-from alignkit.check import train
-from alignkit.check.plan import Job, write
-from alignkit.check.run import Progress, WorkerError, execute, prepare
 from alignkit.drift.files import Logprobs, load, save
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.jobs import train
+from alignkit.jobs.execute import Progress, WorkerError, execute, prepare
+from alignkit.jobs.job import Job, write
 from alignkit.megatron import patch_megatron
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
@@ -42,7 +42,7 @@ TE_ON_CPU = os.pathsep.join([str(Path(__file__).parent / "te_on_cpu"), *filter(N
 
 def job_of(tmp_path, modes, **spec):
     runs = [{"mode": m, "in": str(tmp_path / "in"), "out": str(tmp_path / m)} for m in modes]
-    return Job("job", "alignkit.check.train", spec | {"model": str(spec["model"]), "runs": runs})
+    return Job("job", "alignkit.jobs.train", spec | {"model": str(spec["model"]), "runs": runs})
 
 
 def run(tmp_path, **spec):

@@ -10,9 +10,9 @@ import itertools
 
 import torch
 
-from alignkit.check.train import recompute
 from alignkit.convert import read_architecture, to_hf
 from alignkit.drift.files import Logprobs
+from alignkit.jobs.train import recompute
 from alignkit.megatron import logprobs, patch_megatron
 from alignkit.megatron.cpu import cpu_host
 

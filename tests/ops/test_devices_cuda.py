@@ -7,8 +7,8 @@ device does not change.
 import pytest
 import torch
 
-from alignkit import golden, ops
-from alignkit.ops import library
+from alignkit import ops
+from alignkit.ops import golden, library
 from alignkit.ops.linear import matmul
 from alignkit.runtime import cuda, dispatch
 from alignkit.testing import assert_bitwise_equal

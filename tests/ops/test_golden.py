@@ -1,6 +1,6 @@
 """Golden bits of the ops, forward and backward, as of the last change of the contract id, on this device's family.
 
-The hashes are in alignkit/golden_*.json. A change of hashes is a change of the contract (CONTRIBUTING.md, "Rules").
+The hashes are in alignkit/ops/golden_*.json. A change of hashes is a change of the contract (CONTRIBUTING.md, "Rules").
 """
 
 import functools
@@ -10,8 +10,8 @@ import os
 import pytest
 import torch
 
-from alignkit import golden
 from alignkit.errors import BackendError
+from alignkit.ops import golden
 from alignkit.ops.gated_delta_rule import reference
 from alignkit.runtime import dispatch, families
 from alignkit.testing import assert_bitwise_equal

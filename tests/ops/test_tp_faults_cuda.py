@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alignkit.check.store import connect_store, serve_store
 from alignkit.dist import TP, symmetric
+from alignkit.jobs.store import connect_store, serve_store
 from tests.megatron.gpus import join
 
 ROOT = Path(__file__).parents[2]

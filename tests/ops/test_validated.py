@@ -12,7 +12,8 @@ import threading
 import pytest
 import torch
 
-from alignkit import BackendError, golden, ops
+from alignkit import BackendError, ops
+from alignkit.ops import golden
 from alignkit.runtime import dispatch, families, validated
 
 DEVICE = torch.device(os.environ.get("ALIGNKIT_TEST_DEVICE", "cpu"))
@@ -211,6 +212,6 @@ def test_import_runs_no_test_and_loads_no_library():
         "import sys, alignkit.ops\n"
         "from alignkit.runtime import native, validated\n"
         "assert not validated._verdicts and not native.library.cache_info().currsize\n"
-        "assert 'alignkit.golden' not in sys.modules"
+        "assert 'alignkit.ops.golden' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

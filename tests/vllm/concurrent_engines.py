@@ -52,8 +52,8 @@ def start(state, model, options):
     """Patch vLLM and start an engine in this process, with `options` beside those of all GPU tests."""
     from vllm import LLM
 
-    from alignkit.check.replicas import Replicas
-    from alignkit.check.rollout import shared_gpus
+    from alignkit.jobs.replicas import Replicas
+    from alignkit.jobs.rollout import shared_gpus
     from alignkit.vllm import patch_vllm
 
     patch_vllm()

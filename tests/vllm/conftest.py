@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignkit.check.model import make_checkpoint
-from alignkit.check.rollout import shut_down
 from alignkit.drift import load
+from alignkit.jobs.model import make_checkpoint
+from alignkit.jobs.rollout import shut_down
 from tests.forks import METHOD, preload, start_process, use_fork_for_spawn
 from tests.vllm.settings import ENGINE, ENV  # noqa: F401
 
@@ -141,7 +141,7 @@ def prompts():
 
 @pytest.fixture(scope="session")
 def rollout(tmp_path_factory, checkpoint, prompts):
-    """Return a function that runs `alignkit.check.rollout` and returns logprobs by mode. Results are cached."""
+    """Return a function that runs `alignkit.jobs.rollout` and returns logprobs by mode. Results are cached."""
     results = {}
 
     def run(modes, dtype=torch.bfloat16, patched=True, chunk=None, temperature=0.0, tp=1):
@@ -163,7 +163,7 @@ def rollout(tmp_path_factory, checkpoint, prompts):
             "runs": [{"mode": m, "out": str(folder / m)} for m in modes],
         }
         (folder / "job.json").write_text(json.dumps(job))
-        start_process("alignkit.check.rollout", [str(folder / "job.json")], fork_workers=tp > 1)(timeout=240)
+        start_process("alignkit.jobs.rollout", [str(folder / "job.json")], fork_workers=tp > 1)(timeout=240)
         results[key] = {m: load(folder / m) for m in modes}
         return results[key]
 

@@ -10,9 +10,9 @@ import timeit
 import pytest
 import torch
 
-from alignkit.check.machine import most_ranks
-from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
+from alignkit.runtime.ids import contract_id
+from alignkit.runtime.machine import most_ranks
 from tests.vllm.concurrent_engines import concurrent_engines, start
 from tests.vllm.test_engine import evaluate, generate, hidden_states, reload
 from tests.vllm.test_live import attention, hook, method_of_vllms_class, norm, set_attribute, worker

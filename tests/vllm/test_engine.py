@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from alignkit.check.rollout import shut_down
-from alignkit.contract import contract_id
 from alignkit.errors import UnsupportedError
+from alignkit.jobs.rollout import shut_down
+from alignkit.runtime.ids import contract_id
 from alignkit.testing import assert_bitwise_equal
 from tests.ropes import ROPES
 from tests.vllm.conftest import ENGINE
@@ -110,8 +110,8 @@ def no_logprobs(state):
 
 def training_logprobs(state, path, prompt, tokens, vocab_sizes):
     """Return the logprobs of `tokens` from Megatron-core, one list for each vocabulary size."""
-    from alignkit.check import train
     from alignkit.drift.files import Logprobs
+    from alignkit.jobs import train
     from alignkit.megatron import set_vocab_size
 
     result = []

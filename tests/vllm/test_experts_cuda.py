@@ -7,8 +7,8 @@ process (concurrent_engines.py).
 import pytest
 import torch
 
-from alignkit.check.machine import most_ranks
-from alignkit.contract import contract_id
+from alignkit.runtime.ids import contract_id
+from alignkit.runtime.machine import most_ranks
 from tests.vllm.concurrent_engines import concurrent_engines
 from tests.vllm.test_cuda import compilations
 from tests.vllm.test_experts import assert_matches_ops, assert_same, evaluate, generate, one_at_a_time, reload, statuses

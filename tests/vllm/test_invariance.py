@@ -6,7 +6,7 @@ Greedy sampling gives every mode the same tokens; one test samples randomly. A s
 import pytest
 import torch
 
-from alignkit.contract import contract_id
+from alignkit.runtime.ids import contract_id
 from alignkit.testing import assert_bitwise_equal, bitwise_equal
 
 MODES = ("batch", "one", "prefix", "prompt_logprobs")

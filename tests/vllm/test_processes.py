@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 import pytest
 
 from alignkit.config import Config
-from alignkit.contract import contract_id
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.runtime.ids import contract_id
 from tests.vllm.conftest import ENGINE
 
 

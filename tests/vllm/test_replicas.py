@@ -10,8 +10,8 @@ import os
 import pytest
 import torch
 
-from alignkit.check.rollout import shut_down
 from alignkit.errors import UnsupportedError
+from alignkit.jobs.rollout import shut_down
 from tests.vllm.conftest import ENGINE
 from tests.vllm.test_experts import (
     SIZES,
@@ -51,7 +51,7 @@ def spare(vllm_process):
 
 def start_replicas(state, model, options):
     """Start the engine of vLLM's server with two replicas."""
-    from alignkit.check.replicas import Replicas
+    from alignkit.jobs.replicas import Replicas
     from alignkit.vllm import patch_vllm
 
     with patch_vllm():

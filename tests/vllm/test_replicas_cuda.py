@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from alignkit.check.machine import most_ranks
+from alignkit.runtime.machine import most_ranks
 from alignkit.vllm import versions
 from tests.vllm.concurrent_engines import concurrent_engines
 from tests.vllm.test_experts_cuda import EAGER, LENGTHS, V1, VOCAB, assert_every_path_matches_ops

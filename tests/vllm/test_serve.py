@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from alignkit.contract import contract_id
 from alignkit.errors import BackendError, UnsupportedError
+from alignkit.runtime.ids import contract_id
 from tests.vllm.conftest import ENGINE, ENV
 from tests.vllm.test_live import SMALL
 

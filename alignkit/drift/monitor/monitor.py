@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from ...contract import contract_id
 from ...errors import DriftError, InputError
 from ...runtime.families import on_host
+from ...runtime.ids import contract_id
 from ..compare import DriftReport, compare_tensors, finite_or_none
 from . import sinks as _sinks
 from .names import NAMES
@@ -219,7 +219,7 @@ class Monitor:
 
     def _write_replay(self, step: int, report: DriftReport, replay: Replay, weights: Weights | None) -> str | None:
         """Write the replay file; return an error message for the alarm if it cannot be written."""
-        from ...check.machine import machine
+        from ...runtime.machine import machine
 
         assert report.first_difference is not None  # an alarm implies a difference
         digest = None

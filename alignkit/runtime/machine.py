@@ -19,8 +19,8 @@ import torch
 
 from ..config import config, require_variables
 from ..errors import BackendError, UnsupportedError
-from ..runtime import dispatch
-from ..runtime.families import CPU, SM90, Family
+from . import dispatch
+from .families import CPU, SM90, Family
 
 
 def family() -> Family:

@@ -1,4 +1,4 @@
-"""Recorder of a Hugging Face model in one process: ``python -m alignkit.drift.bisect.hf_side JOB.json``.
+"""Recorder of a Hugging Face model in one process: ``python -m alignkit.bisect.hf_side JOB.json``.
 
 `job` documents the job file, and `points` names what the hooks record. The hooks only read; `swap` replaces an op.
 """

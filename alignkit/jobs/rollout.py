@@ -1,4 +1,4 @@
-"""Rollout worker: ``python -m alignkit.check.rollout JOB.json`` runs one vLLM engine and writes logprob files.
+"""Rollout worker: ``python -m alignkit.jobs.rollout JOB.json`` runs one vLLM engine and writes logprob files.
 
 Fields of a job:
 
@@ -21,7 +21,7 @@ Modes:
 - ``prompt_logprobs``: prompt and sampled tokens of ``tokens_from`` sent as a prompt.
 
 Every mode starts with an empty prefix cache. Logprobs are raw: computed from the logits before temperature. `plan`
-writes the jobs; `alignkit.drift.bisect.vllm_side` also calls `prepare` and `engine`.
+writes the jobs; `alignkit.bisect.vllm_side` also calls `prepare` and `engine`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from typing import Any
 
 import torch
 
-from alignkit.check.machine import gpu_of, gpus
-from alignkit.check.replicas import PATIENCE, Replicas
-from alignkit.check.routing import file_of
 from alignkit.config import config
 from alignkit.convert import read_architecture
 from alignkit.drift import Logprobs, load, save
 from alignkit.errors import InputError
+from alignkit.jobs.replicas import PATIENCE, Replicas
+from alignkit.jobs.routing import file_of
+from alignkit.runtime.machine import gpu_of, gpus
 from alignkit.vllm import patch_vllm, worker_status
 from alignkit.vllm.patch import ENV
 
@@ -75,7 +75,7 @@ def run(job: dict) -> None:
     _check(job)
     prepare(job)
     routing = any(spec.get("routing") for spec in job["runs"])
-    llm = engine(job, **({"worker_extension_cls": "alignkit.check.routing.Recording"} if routing else {}))
+    llm = engine(job, **({"worker_extension_cls": "alignkit.jobs.routing.Recording"} if routing else {}))
     for spec in job["runs"]:
         llm.reset_prefix_cache()
         mode = spec["mode"]

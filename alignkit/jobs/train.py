@@ -1,4 +1,4 @@
-"""Training worker: ``python -m alignkit.check.train JOB.json`` recomputes logprobs with a Megatron-core model.
+"""Training worker: ``python -m alignkit.jobs.train JOB.json`` recomputes logprobs with a Megatron-core model.
 
 Fields of a job:
 
@@ -17,7 +17,7 @@ file. If ``ep`` exceeds ``tp``, the additional ranks are data-parallel, and all 
 model is stock Megatron-core: it includes padded vocabulary columns in the softmax, accepts packed input only with
 TransformerEngine's attention, and materializes the logits of a whole micro-batch.
 
-`plan` writes the jobs: a new field changes `_FIELDS` here and `plan.jobs`. `alignkit.drift.bisect.megatron_side` calls
+`plan` writes the jobs: a new field changes `_FIELDS` here and `plan.jobs`. `alignkit.bisect.megatron_side` calls
 `launch` with its own function, which replaces the runs. `layout` runs the forward under pipeline and context
 parallelism.
 """
@@ -37,16 +37,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from alignkit.check import forks
-from alignkit.check.layout import over_context_chunks, through_stages
-from alignkit.check.machine import gpu_of, installed
-from alignkit.check.routing import Choices, Placed, file_of
-from alignkit.check.store import connect_store, listen, serve_store
-from alignkit.contract import contract_id
 from alignkit.convert import Architecture, check_ep, read_architecture
 from alignkit.dist import CP
 from alignkit.drift.files import Logprobs, load, save
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.jobs import forks
+from alignkit.jobs.layout import over_context_chunks, through_stages
+from alignkit.jobs.routing import Choices, Placed, file_of
+from alignkit.jobs.store import connect_store, listen, serve_store
+from alignkit.runtime.ids import contract_id
+from alignkit.runtime.machine import gpu_of, installed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SPECS = ("local", "te")
@@ -404,7 +404,7 @@ _MODES = {"one": _one, "padded": _padded, "packed": _packed}
 
 def main(arguments: list[str]) -> None:
     if len(arguments) != 1:
-        raise SystemExit("usage: python -m alignkit.check.train JOB.json")
+        raise SystemExit("usage: python -m alignkit.jobs.train JOB.json")
     with open(arguments[0]) as f:
         job = json.load(f)
     run_job(job)

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import torch
 
-from ...check import plan
-from ...check import run as checks
-from ...check.machine import gpus, installed, machine, no_room, require_environment
-from ...check.model import MAX_POSITION, make_checkpoint
-from ...check.plan import Job
-from ...check.run import Progress, WorkerError
-from ...convert import Architecture, Checkpoint, check_weights, read_architecture
-from ...errors import InputError, UnsupportedError
+from ..convert import Architecture, Checkpoint, check_weights, read_architecture
+from ..errors import InputError, UnsupportedError
+from ..jobs.execute import INSTALL, Progress, WorkerError, check_out, execute, prepare, write_json
+from ..jobs.job import DTYPES, Job, draw_prompts
+from ..jobs.model import MAX_POSITION, make_checkpoint
+from ..runtime.machine import gpus, installed, machine, no_room, require_environment
 from . import recording, tokens
 from .comparison import STOCK, Comparison, add_values, check_comparable, choose, compare
 from .points import OPS, points
@@ -236,7 +234,7 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
     recordings = {i: recording.load(side.directory) for i, side in enumerate(sides) if side.directory}
     arch = _model_of(options, sides)
     sequences = _sequences(options, sides, recordings, arch)
-    checks.prepare(options.out, FILES, FOLDERS, "bisect")
+    prepare(options.out, FILES, FOLDERS, "bisect")
     out = options.out.resolve()
     weights, model = next(iter(recordings.values())).weights if recordings else "", options.model
     if len(recordings) < 2:
@@ -262,12 +260,12 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
     if model and 4 * rows * sum(p.width for p in points(read_architecture(model))) <= options.budget:
         everything = {p.name: list(range(rows)) for p in points(read_architecture(model))}
     jobs = _Jobs(sides, common, options, out)
-    seconds, _ = checks.execute(jobs.first(everything) + jobs.swapped(), out, options.timeout, progress)
+    seconds, _ = execute(jobs.first(everything) + jobs.swapped(), out, options.timeout, progress)
     a, b = (recordings.get(i) or recording.load(jobs.directory("recordings", i)) for i in range(2))
     comparison = compare(a, b)
     keep = {} if everything else choose(comparison, a, options.budget)
     if keep and len(recordings) < 2:
-        more, _ = checks.execute(jobs.values(keep), out, options.timeout, progress)
+        more, _ = execute(jobs.values(keep), out, options.timeout, progress)
         seconds |= more
         for i, side in enumerate((a, b)):
             if i not in recordings:
@@ -280,7 +278,7 @@ def bisect(options: Options, progress: Progress | None = None) -> Result:
         )
     info = machine() | {"seconds": seconds | {"all": round(time.monotonic() - started, 1)}}
     result = Result(a, b, (options.a, options.b), comparison, options.swap, swapped, info)
-    checks.write_json(out / "bisect.json", result.to_json())
+    write_json(out / "bisect.json", result.to_json())
     return result
 
 
@@ -290,15 +288,15 @@ def _check(options: Options, sides: list[Side]) -> None:
         if side.engine:
             name, module = _MODULES[side.engine]
             if not installed(module):
-                raise UnsupportedError(f"{side.name} requires {name}, which is not installed. {checks.INSTALL[module]}")
+                raise UnsupportedError(f"{side.name} requires {name}, which is not installed. {INSTALL[module]}")
             if problem := no_room(side.tp):
                 raise InputError(f"side: {side.name}: tp: {problem}")
             if side.batch_invariant and not gpus():
                 raise UnsupportedError(f"side: {side.name}: batch_invariant: requires a GPU, got none")
         elif options.out.exists() and options.out.resolve() in side.directory.resolve().parents:
             raise InputError(f"out: must not contain the input recording {side.directory}, got {options.out}")
-    if options.dtype not in plan.DTYPES:
-        raise InputError(f"dtype: expected one of {', '.join(plan.DTYPES)}, got {options.dtype!r}")
+    if options.dtype not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, got {options.dtype!r}")
     if options.swap is not None:
         if options.swap not in OPS:
             raise InputError(f"swap: expected one of {', '.join(OPS)}, got {options.swap!r}")
@@ -338,7 +336,7 @@ def _check(options: Options, sides: list[Side]) -> None:
             "model: must be the checkpoint of the recording if the other side is an engine, got none. A run of "
             "alignkit bisect without --model writes its checkpoint to OUT/model, beside OUT/recordings."
         )
-    checks.check_out(options.out, "bisect")
+    check_out(options.out, "bisect")
 
 
 def _model_of(options: Options, sides: list[Side]) -> Architecture | None:
@@ -389,7 +387,7 @@ def _sequences(
     elif recordings:
         sequences = next(iter(recordings.values())).sequences
     else:
-        sequences = plan.draw_prompts(arch.vocab if arch else VOCAB, options.seed, LENGTHS)
+        sequences = draw_prompts(arch.vocab if arch else VOCAB, options.seed, LENGTHS)
     if not sequences:
         raise InputError(f"{source}: must have at least one sequence, got none")
     if not all(sequences):

@@ -3,8 +3,9 @@
 golden_cpu.json and golden_sm90.json hold the hashes under the current contract id. The tests, `alignkit doctor`, and
 `alignkit.runtime.validated` (for versions that are not validated) compare against them.
 
-After a change of the contract and its id, rewrite them on a CPU and on a GPU of the family: ``python -m alignkit.golden
-cpu`` and ``python -m alignkit.golden cuda``. Under the same id this adds new cases only.
+After a change of the contract and its id, rewrite them on a CPU and on a GPU of the family:
+``python -m alignkit.ops.golden cpu`` and ``python -m alignkit.ops.golden cuda``. Under the same id this adds new cases
+only.
 Names of cases are keys of these files. A change of a case's inputs needs a new name, or a new contract id.
 """
 
@@ -20,12 +21,12 @@ from typing import cast
 import numpy as np
 import torch
 
-from . import ops
-from .contract.rope import Llama3, Yarn, yarn_attention_factor
-from .errors import BackendError
-from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
-from .runtime import dispatch, families, validated
-from .runtime.families import Family
+from .. import ops
+from ..contract.rope import Llama3, Yarn, yarn_attention_factor
+from ..errors import BackendError
+from ..runtime import dispatch, families, validated
+from ..runtime.families import Family
+from .gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -241,7 +242,7 @@ CASES = {
 
 def path(family: Family) -> Path:
     """Return the file of a family's golden hashes."""
-    return family.golden
+    return Path(__file__).with_name(f"golden_{family.name}.json")
 
 
 def load(family: Family) -> dict[str, list[str]]:
@@ -250,7 +251,7 @@ def load(family: Family) -> dict[str, list[str]]:
     if stored["contract"] != family.contract_id:
         raise BackendError(
             f"{path(family)}: contract must be {family.contract_id}, got {stored['contract']}. Reinstall alignkit, "
-            f"or run `python -m alignkit.golden {family.device_type}` after a change of the contract"
+            f"or run `python -m alignkit.ops.golden {family.device_type}` after a change of the contract"
         )
     return stored["sha256"]
 

@@ -20,10 +20,10 @@ from pathlib import Path
 _VLLM = ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
 _MEGATRON = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.parallel_state")
 _IMPORTS = {
-    "alignkit.check.rollout": _VLLM,
-    "alignkit.check.train": _MEGATRON,
-    "alignkit.drift.bisect.vllm_side": _VLLM,
-    "alignkit.drift.bisect.megatron_side": _MEGATRON,
+    "alignkit.jobs.rollout": _VLLM,
+    "alignkit.jobs.train": _MEGATRON,
+    "alignkit.bisect.vllm_side": _VLLM,
+    "alignkit.bisect.megatron_side": _MEGATRON,
 }
 """Modules to import before a fork, keyed by the module whose ``main([path])`` the fork calls."""
 _AT_IMPORT = ("PYTHON", "LD_", "OMP_", "TORCH", "VLLM_")
@@ -164,7 +164,7 @@ def _run(module: str, path: str, log: str, env: dict[str, str], folder: str) -> 
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    from alignkit.check import forks
+    from alignkit.jobs import forks
 
     forks.forked = True  # on the imported module; this module is __main__
     importlib.import_module(module).main([path])

@@ -12,7 +12,7 @@ import signal
 from rich import progress as rich_progress
 from rich.console import Console
 
-from .run import Progress
+from .execute import Progress
 
 
 def console() -> Console:

@@ -5,8 +5,6 @@ Texts are for people; programs read bisect.json. The template report.html.j2 get
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ...check.report import figure_of
+from ..jobs.page import data_uri, figure_of
 from .comparison import Comparison, PointDifference
 from .run import Result
 
@@ -126,7 +124,7 @@ def write_html(result: Result, path: Path) -> None:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("alignkit.drift.bisect", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("alignkit.bisect", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     c = result.comparison
     swapped = {p.point: p for p in result.swapped.points} if result.swapped else {}
@@ -227,7 +225,7 @@ def _growth(result: Result) -> str:
         axes.set_xlabel("end of layer")
         if c.first is not None:
             axes.axvline(c.first, color="#9ca3af", linewidth=1, linestyle=":")
-    return _svg(figure)
+    return data_uri(figure, "svg")
 
 
 def _by_position(c: Comparison) -> str:
@@ -236,14 +234,4 @@ def _by_position(c: Comparison) -> str:
     axes.set_xlabel("position in the sequence")
     axes.set_ylabel("max |d| of the logprob")
     axes.set_ylim(bottom=0)
-    return _svg(figure)
-
-
-def _svg(figure) -> str:
-    """Return the figure as an SVG data URI, deterministic for equal data."""
-    import matplotlib
-
-    image = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "alignkit"}):
-        figure.savefig(image, format="svg", metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(image.getvalue()).decode()
+    return data_uri(figure, "svg")

@@ -23,10 +23,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ...convert import Architecture, Checkpoint
-from ...errors import InputError
-from .. import bounded
-from ..files import MAX_CONTRACT, MAX_SEQUENCES, MAX_TOKENS
+from ..convert import Architecture, Checkpoint
+from ..drift import bounded
+from ..drift.files import MAX_CONTRACT, MAX_SEQUENCES, MAX_TOKENS
+from ..errors import InputError
 from .points import Point, points
 
 FORMAT = "alignkit-recording"

@@ -13,7 +13,7 @@ from ..errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from ..runtime.families import Family
+    from .families import Family
 
 
 def contract_id(device: torch.device | torch.Tensor | str | None = None) -> str:
@@ -39,7 +39,7 @@ def contract_id(device: torch.device | torch.Tensor | str | None = None) -> str:
 def _family(device: torch.device | torch.Tensor | str | None) -> Family:
     import torch  # deferred: `import alignkit` must not import torch
 
-    from ..runtime import dispatch, families
+    from . import dispatch, families
 
     given = device.device if isinstance(device, torch.Tensor) else device
     if isinstance(given, str):

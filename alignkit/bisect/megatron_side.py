@@ -1,4 +1,4 @@
-"""Recorder of a Megatron-core model: ``python -m alignkit.drift.bisect.megatron_side JOB.json``.
+"""Recorder of a Megatron-core model: ``python -m alignkit.bisect.megatron_side JOB.json``.
 
 `job` documents the job file, and `points` names what the hooks record. The hooks only read; `swap` replaces an op.
 `check.train` starts the ranks and builds the model.
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from alignkit.check import train
 from alignkit.convert import read_architecture
 from alignkit.errors import UnsupportedError
+from alignkit.jobs import train
 
 from . import job as jobs
 from .points import ROUTER_CHOICE
@@ -248,6 +248,6 @@ _CLASSES = {
 
 
 if __name__ == "__main__":
-    from alignkit.drift.bisect import megatron_side
+    from alignkit.bisect import megatron_side
 
     megatron_side.main(sys.argv[1:])  # not __main__'s main, which the ranks' processes cannot import

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import torch
 
-from ...convert import Architecture
-from ...errors import InputError
+from ..convert import Architecture
+from ..errors import InputError
 from .points import points
 from .recording import Recording
 

@@ -1,4 +1,4 @@
-"""Recorder of a vLLM engine: ``python -m alignkit.drift.bisect.vllm_side JOB.json``.
+"""Recorder of a vLLM engine: ``python -m alignkit.bisect.vllm_side JOB.json``.
 
 `job` documents the job file. The hooks are in `vllm_worker`, which runs in vLLM's workers. All sequences are sent as
 prompts in one batch, and ``decode`` tokens are sampled after each. The engine runs eagerly, since hooks do not run in a
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from alignkit.check import rollout
+from alignkit.jobs import rollout
 
 from . import job as jobs
 

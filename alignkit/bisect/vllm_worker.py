@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from alignkit.check.routing import rows_of_step
 from alignkit.convert import read_architecture
 from alignkit.errors import UnsupportedError
+from alignkit.jobs.routing import rows_of_step
 from alignkit.models import FAMILIES
 from alignkit.runtime.families import on_host
 from alignkit.vllm.versions import installed, resolve

@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...check.machine import versions
-from ...convert import read_architecture
+from ..convert import read_architecture
+from ..runtime.machine import versions
 from . import recording
 from .recording import Recorder, Recording
 

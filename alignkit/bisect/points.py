@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...convert import Architecture
+from ..convert import Architecture
 
 OPS = ("rms_norm", "linear", "rope", "attention", "silu_mul", "head")
 """Ops that `--swap` can replace."""

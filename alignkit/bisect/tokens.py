@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from ...check.machine import family
-from ...errors import InputError
-from .. import bounded, files
-from ..monitor import replay
-from ..monitor.replay import Replay
+from ..drift import bounded, files
+from ..drift.monitor import replay
+from ..drift.monitor.replay import Replay
+from ..errors import InputError
+from ..runtime.machine import family
 
 MAX_SEQUENCES = 16
 """Maximum number of sequences taken from a replay."""
