@@ -56,7 +56,9 @@ unsupported options before the server accepts connections. The help of
 """
 """Text before the help of vLLM's parser, which does not mention alignkit."""
 BISECT_OPS = ("rms_norm", "linear", "rope", "attention", "silu_mul", "head")
-"""Values of `--swap`, equal to `drift.bisect.points.OPS`, whose module imports torch (tests/cli/test_status.py)."""
+"""Values of `--swap`, equal to `bisect.points.OPS`, whose module imports torch (tests/cli/test_status.py)."""
+RECIPE = click.Path(exists=True, path_type=Path)
+"""Type of the path of a recipe, or of a folder of recipes."""
 REPORT_HELP = "Write report.html. Requires pip install 'alignkit[report]'."
 
 
@@ -492,54 +494,22 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
 
 
 @cli.command()
-@click.option(
-    "--explain",
-    "op",
-    metavar="OP",
-    help="Print which kernel alignkit selects for OP, and why it skips each other kernel. NAME=VALUE gives the sizes "
-    "and dtypes; `--explain list` prints every OP with the names that it requires or may have. The name rows is the "
-    "number of tokens (M of a GEMM), and for moe_products, moe_gated and moe_gradients the number of token-expert "
-    "pairs. family is the device family (default: sm90, Hopper GPUs), backend the kernels' language (default: the "
-    "family's fastest). Requires no GPU.",
-)
-@click.option(
-    "--recipe",
-    metavar="PATH",
-    type=click.Path(exists=True, path_type=Path),
-    help="Check if alignkit supports the settings of a recipe of verl, NeMo-RL or slime (YAML file or shell script), "
-    "or of all recipes in a folder.",
-)
+@click.option("--explain", "op", metavar="OP", help="Run `alignkit explain OP [NAME=VALUE]...` instead.")
+@click.option("--recipe", metavar="PATH", type=RECIPE, help="Run `alignkit recipe PATH` instead.")
 @click.argument("problem", nargs=-1, metavar="[NAME=VALUE]...")
-def doctor(op, recipe, problem) -> int:
+@click.pass_context
+def doctor(context, op, recipe, problem) -> int:
     """Check the installation and test the kernels.
 
     Prints the versions, contract, kernels, backends and patches of this environment. Then compares the ops' results
-    with stored bits ("golden bits"), and tests that a row's bits do not depend on the other rows of a batch. With
-    --explain or --recipe, none of these checks run.
+    with stored bits ("golden bits"), and tests that a row's bits do not depend on the other rows of a batch.
 
-    \b
-    Examples:
-      alignkit doctor
-      alignkit doctor --explain linear rows=64 k=4096 n=6144 dtype=bf16
-      alignkit doctor --recipe run_qwen3_8b_megatron.sh
-
-    The exit status is 0 if all tests pass, and 1 if any fails. With --recipe it is 0 if all settings are supported,
-    otherwise 3. With --explain it is 0 if the kernel or the list was printed, and 3 for an unknown OP or an invalid or
-    missing NAME=VALUE. `alignkit --help` lists the other statuses.
-    """  # noqa: D301 - click reads the control character \b
+    The exit status is 0 if all tests pass, and 1 if any fails. `alignkit --help` lists the other statuses.
+    """
     if recipe is not None:
-        from .integrations import recipe as recipes
-
-        lines, supported = (recipes.survey if recipe.is_dir() else recipes.report)(recipe)
-        for line in lines:
-            click.echo(line)
-        return 0 if supported else EXIT_REFUSED
+        return context.invoke(check_recipe, path=recipe)
     if op is not None:
-        from .explain import explain
-
-        for line in explain(op, problem):
-            click.echo(line)
-        return 0
+        return context.invoke(explain, op=op, problem=problem)
     if problem:
         raise click.UsageError(f"NAME=VALUE: requires --explain OP, got {problem[0]!r:.80} without --explain")
     from . import doctor as doctors
@@ -551,6 +521,52 @@ def doctor(op, recipe, problem) -> int:
         click.echo(f"{'FAIL' if failure else 'pass'}  {name}" + (f": {failure}" if failure else ""))
         passed = passed and failure is None
     return 0 if passed else EXIT_DIFFERENT
+
+
+@cli.command(short_help="Print the kernel that computes an op, and the reasons against the others.")
+@click.argument("op")
+@click.argument("problem", nargs=-1, metavar="[NAME=VALUE]...")
+def explain(op, problem) -> int:
+    """Print which kernel alignkit selects for OP, and why it skips each other kernel.
+
+    NAME=VALUE gives sizes and dtypes. `alignkit explain list` prints every OP with the names that it requires or may
+    have. The name rows is the number of tokens (M of a GEMM), and for moe_products, moe_gated and moe_gradients the
+    number of token-expert pairs. family is the device family (default: sm90, Hopper GPUs), backend the kernels'
+    language (default: the family's fastest). Requires no GPU.
+
+    \b
+    Example:
+      alignkit explain linear rows=64 k=4096 n=6144 dtype=bf16
+
+    The exit status is 0 if the kernel or the list was printed, and 3 for an unknown OP or an invalid or missing
+    NAME=VALUE. `alignkit --help` lists the other statuses.
+    """  # noqa: D301 - click reads the control character \b
+    from .explain import explain as lines
+
+    for line in lines(op, problem):
+        click.echo(line)
+    return 0
+
+
+@cli.command("recipe", short_help="Check if a recipe of verl, NeMo-RL or slime is supported.")
+@click.argument("path", metavar="PATH", type=RECIPE)
+def check_recipe(path) -> int:
+    """Check if alignkit supports the settings of a recipe of verl, NeMo-RL or slime.
+
+    PATH is a YAML file, a shell script, or a folder, of which all recipes are checked. Nothing of it is executed.
+
+    \b
+    Example:
+      alignkit recipe run_qwen3_8b_megatron.sh
+
+    The exit status is 0 if all settings are supported, otherwise 3. `alignkit --help` lists the other statuses.
+    """  # noqa: D301 - click reads the control character \b
+    from .integrations import recipe as recipes
+
+    lines, supported = (recipes.survey if path.is_dir() else recipes.report)(path)
+    for line in lines:
+        click.echo(line)
+    return 0 if supported else EXIT_REFUSED
 
 
 @cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -1,8 +1,8 @@
-"""`alignkit doctor --explain`: the kernel that computes a problem, and the reasons against the others.
+"""`alignkit explain`: the kernel that computes a problem, and the reasons against the others.
 
 The answer comes from `runtime.dispatch`, as for a call, but the problem is described in words instead of by tensors.
 This requires neither a GPU nor the device family's library. `DESCRIBED` lists the ops; a new field of an op's
-problem.py needs its name here. docs/architecture.md shows the output, and tests/cli/test_doctor_explain.py reads it.
+problem.py needs its name here. docs/architecture.md shows the output, and tests/cli/test_explain.py reads it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A row is one input token: every prompt and sampled token of a sequence except the last. Rows of all sequences are
 concatenated. On the vLLM side, the hooks record router logits, because vLLM's kernels do not expose the selected
 experts. On the Megatron-core side, they record the selected experts. vLLM must run eagerly with the V1 model runner.
-`rollout` calls the ``alignkit_*`` methods by name; bisect has hooks of its own (`drift.bisect.vllm_worker`).
+`rollout` calls the ``alignkit_*`` methods by name; bisect has hooks of its own (`alignkit.bisect.vllm_worker`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The backend `auto` is the fastest of the tensor's device family. All backends of a family give the same bits, so the
 choice affects speed alone. A device without a backend is an error, never a fallback. With versions of torch or Triton
-that are not validated, the golden bits are tested first (validated.py). `alignkit doctor --explain` prints the choice.
+that are not validated, the golden bits are tested first (validated.py). `alignkit explain` prints the choice.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OPS = {
 }
 """Dispatched operations, with the folder of alignkit.ops whose order.py lists their kernels.
 
-The names are arguments of `alignkit doctor --explain`.
+The names are arguments of `alignkit explain`.
 """
 _choice: str | None = None
 """Requested backend, one of CHOICES; None until ALIGNKIT_BACKEND is read."""
@@ -236,8 +236,7 @@ def prepare(op: str, problem: Any, cache: dict[Any, Callable]) -> Callable:
                 return launch
             first = False
     raise BackendError(
-        f"{op}: no kernel supports this problem; `alignkit doctor --explain {op}` prints each kernel's reason: "
-        f"{problem!r:.600}"
+        f"{op}: no kernel supports this problem; `alignkit explain {op}` prints each kernel's reason: {problem!r:.600}"
     )
 
 

@@ -1,6 +1,6 @@
 """A pytest plugin for ``sanitize.py``: exclude kernels that a tool cannot analyze, and run a part of the tests.
 
-``ALIGNKIT_WITHOUT``: names of kernels, as `alignkit doctor --explain` prints them, and of op folders whose CUDA kernels
+``ALIGNKIT_WITHOUT``: names of kernels, as `alignkit explain` prints them, and of op folders whose CUDA kernels
 are excluded; separated by spaces. ``ALIGNKIT_PART``: the part of the tests to run; "0/4" is every fourth test, starting
 with the first.
 """

@@ -4,7 +4,7 @@
 #   MODEL_PATH=Qwen/Qwen3-0.6B TRAIN=train.parquet bash examples/verl/grpo.sh [overrides of verl's configuration]
 #
 # ALIGNED holds all settings that bit-equal logprobs need; LAYOUT and TASK may be changed freely. Without external_lib
-# this is a plain verl recipe. To check the recipe before a run: alignkit doctor --recipe examples/verl/grpo.sh
+# this is a plain verl recipe. To check the recipe before a run: alignkit recipe examples/verl/grpo.sh
 # benchmarks/verl_grpo.py runs this file: it sets the variables below and appends the settings of its own toy task.
 set -euo pipefail
 export CUDA_DEVICE_MAX_CONNECTIONS=1

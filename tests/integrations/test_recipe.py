@@ -1,4 +1,4 @@
-"""`alignkit doctor --recipe`: parsing of verl, NeMo-RL and slime recipes, and the verdict on each setting.
+"""`alignkit recipe`: parsing of verl, NeMo-RL and slime recipes, and the verdict on each setting.
 
 The recipes are written here. A new form of script that must parse needs a case here.
 """
@@ -235,33 +235,33 @@ def test_a_composed_configuration_is_checked():
 
 def test_the_command_checks_files_and_folders(tmp_path, alignkit):  # noqa: F811
     good, bad = write(tmp_path / "good.sh", VERL), write(tmp_path / "bad.sh", VERL.replace("name=vllm", "name=sglang"))
-    status, out, _ = alignkit("doctor", "--recipe", good)
+    status, out, _ = alignkit("recipe", good)
     assert status == 0 and "0 unsupported" in out
-    status, out, _ = alignkit("doctor", "--recipe", bad)
+    status, out, _ = alignkit("recipe", bad)
     assert status == 3 and f"{bad}:12: actor_rollout_ref.rollout.name=sglang: unsupported: only vLLM" in out
     write(tmp_path / "notes.yaml", "a: 1\n")
     write(tmp_path / "fsdp.sh", VERL.replace("model_engine=megatron", "model_engine=dp"))
-    status, out, _ = alignkit("doctor", "--recipe", tmp_path)
+    status, out, _ = alignkit("recipe", tmp_path)
     assert status == 3
     assert out.splitlines()[-1] == "1 of 2 Megatron-core recipes are supported; 1 recipes use other training backends"
     bad.unlink()
-    assert alignkit("doctor", "--recipe", tmp_path)[0] == 0
+    assert alignkit("recipe", tmp_path)[0] == 0
 
 
 def test_a_recipe_without_external_lib_is_reported(tmp_path, alignkit):  # noqa: F811
     line = "actor_rollout_ref.model.external_lib=alignkit.integrations.verl"
     bare = VERL.replace(f"{line} ", "").replace(line, "")
     file = write(tmp_path / "bare.sh", bare)
-    status, out, _ = alignkit("doctor", "--recipe", file)
+    status, out, _ = alignkit("recipe", file)
     assert status == 0 and out.splitlines()[-1] == f"without {line} the run is not aligned"
-    status, out, _ = alignkit("doctor", "--recipe", tmp_path)
+    status, out, _ = alignkit("recipe", tmp_path)
     assert out.splitlines()[0] == f"bare.sh: supported; add {line}"
     write(tmp_path / "bare.sh", bare + f" {line}")
-    assert "not aligned" not in alignkit("doctor", "--recipe", file)[1]
+    assert "not aligned" not in alignkit("recipe", file)[1]
 
 
 def test_a_folder_without_recipes_is_rejected(tmp_path, alignkit):  # noqa: F811
-    status, _, err = alignkit("doctor", "--recipe", tmp_path)
+    status, _, err = alignkit("recipe", tmp_path)
     assert status == 3 and "contains no recipes of verl, NeMo-RL or slime" in err
 
 
@@ -274,3 +274,9 @@ def test_invalid_recipes_are_rejected(name, text, tmp_path):
         write(path, text)
     with pytest.raises(InputError, match="recipe:"):
         recipes.read(path)
+
+
+def test_the_option_of_doctor_is_an_alias(alignkit, tmp_path):
+    recipe = tmp_path / "run.sh"
+    recipe.write_text("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=sglang\n")
+    assert alignkit("doctor", "--recipe", recipe) == alignkit("recipe", recipe)

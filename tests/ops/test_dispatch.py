@@ -2,7 +2,7 @@
 
 choices.json holds random problems of the GPU family by op; ``answer`` is the kernel that must be chosen, "separate" if
 the head's GEMM and its elementwise kernel run separately. ``proven`` says whether cuBLASLt has an algorithm that passed
-its trial. A rule or cost model that changes a choice changes its answer here. tests/cli/test_doctor_explain.py reads
+its trial. A rule or cost model that changes a choice changes its answer here. tests/cli/test_explain.py reads
 the file too.
 """
 

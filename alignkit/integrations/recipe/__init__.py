@@ -1,4 +1,4 @@
-"""Check of a framework's recipe, for `alignkit doctor --recipe` and at the start of a run. No engine is imported.
+"""Check of a framework's recipe, for `alignkit recipe` and at the start of a run. No engine is imported.
 
 A framework is a module here (`verl`, `nemo_rl`, `slime`) with functions `judge` and `uses_megatron` and the optional
 `ENABLING_SETTING`, plus an entry in `_MODULES` and in `reading.FRAMEWORKS`. `reading` parses the files, and `engines`

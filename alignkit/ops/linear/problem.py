@@ -20,7 +20,7 @@ class Product(NamedTuple):  # created and hashed in every call: tuples do both i
     backend: str
     """Fastest backend to consider."""
     device: int | None
-    """GPU index; None for a hypothetical GPU of the family (`alignkit doctor --explain`)."""
+    """GPU index; None for a hypothetical GPU of the family (`alignkit explain`)."""
     a: Operand
     b: Operand
     bias: Operand | None

@@ -1,7 +1,7 @@
 """Kernels of each op of the LM head, fastest first.
 
 `ORDER` maps an op name of `runtime.dispatch.OPS` to its kernels, in the order in which `dispatch.choose` tries them.
-Another order changes no bit. `alignkit doctor --explain` prints the kernels' names.
+Another order changes no bit. `alignkit explain` prints the kernels' names.
 
 The kernels of `head_*` ops fuse the GEMM with its epilogue. Without them, a GEMM writes its products to memory and a
 `linear_logp` kernel reads the products.

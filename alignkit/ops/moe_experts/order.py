@@ -1,7 +1,7 @@
 """Kernels of each op of the experts, fastest first.
 
 `ORDER` maps an op name of `runtime.dispatch.OPS` to its kernels, in the order in which `dispatch.choose` tries them.
-Another order changes no bit. `alignkit doctor --explain` prints the kernels' names.
+Another order changes no bit. `alignkit explain` prints the kernels' names.
 
 moe_pairs sorts rows by expert; moe_products, moe_gated (with activation) and moe_gradients are grouped GEMMs;
 moe_combine sums over a row's experts; moe_weigh is a fused step of the backward pass.

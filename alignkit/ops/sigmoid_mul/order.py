@@ -1,7 +1,7 @@
 """Kernels of sigmoid_mul, one per backend, fastest first.
 
 `ORDER` maps an op name of `runtime.dispatch.OPS` to its kernels, in the order in which `dispatch.choose` tries them.
-Another order changes no bit. `alignkit doctor --explain` prints the kernels' names.
+Another order changes no bit. `alignkit explain` prints the kernels' names.
 """
 
 from __future__ import annotations

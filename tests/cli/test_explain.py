@@ -1,4 +1,4 @@
-"""`alignkit doctor --explain`: the selected kernel and the reasons against others, without a GPU.
+"""`alignkit explain`: the selected kernel and the reasons against others, without a GPU.
 
 The last test compares with tests/ops/choices.json, which tests/ops/test_dispatch.py documents.
 """
@@ -20,7 +20,7 @@ def kernels(lines, what):
 
 
 def test_the_command_lists_selected_skipped_and_valid_kernels(alignkit):
-    status, out, _ = alignkit("doctor", "--explain", "linear", *LINEAR, "leaves=8", "dtype=bf16", "family=sm90")
+    status, out, _ = alignkit("explain", "linear", *LINEAR, "leaves=8", "dtype=bf16", "family=sm90")
     lines = out.splitlines()
     assert status == 0 and lines[0].startswith(
         "linear: family=sm90 backend=cuda rows=64 k=4096 n=6144 dtype=bf16 leaves=8"
@@ -166,7 +166,7 @@ def test_scattered_expert_matrices_select_each():
     ],
 )
 def test_invalid_arguments_are_rejected(alignkit, op, words, message):
-    status, _, err = alignkit("doctor", "--explain", op, *words)
+    status, _, err = alignkit("explain", op, *words)
     assert status == 3 and message in err
 
 
@@ -199,3 +199,9 @@ def test_explanations_match_the_recorded_choices():
             assert kernels(explain("linear", words), "selected") == [p["answer"]]
             checked += 1
     assert checked > 50
+
+
+def test_the_option_of_doctor_is_an_alias(alignkit):
+    words = ("linear", *LINEAR)
+    assert alignkit("doctor", "--explain", *words) == alignkit("explain", *words)
+    assert alignkit("doctor", "--explain", "no_op")[0] == alignkit("explain", "no_op")[0] == 3
