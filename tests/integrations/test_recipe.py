@@ -276,7 +276,7 @@ def test_invalid_recipes_are_rejected(name, text, tmp_path):
         recipes.read(path)
 
 
-def test_the_option_of_doctor_is_an_alias(alignkit, tmp_path):
+def test_the_option_of_doctor_is_an_alias(alignkit, tmp_path):  # noqa: F811
     recipe = tmp_path / "run.sh"
     recipe.write_text("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=sglang\n")
     assert alignkit("doctor", "--recipe", recipe) == alignkit("recipe", recipe)
