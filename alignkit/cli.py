@@ -34,8 +34,9 @@ Exit status:
   0    success: all compared values are bitwise equal, all tests passed
   1    a difference was found or a test failed; no other outcome exits with 1
   2    usage error: unknown command or option, missing argument, or a value that
-       the parser rejects, such as text for a number, or --port 70000
-  3    refused: any other invalid or unsupported value, file, model or environment
+       the parser rejects, such as text for a number or an unknown --dtype
+  3    refused: an invalid or unsupported value (such as --tp 0), file, model or
+       environment
   4    failed: an error in an engine, a kernel or the operating system
   5    unexpected error: use `alignkit --traceback COMMAND ...` to locate it
   130  interrupted by Ctrl-C or SIGTERM
@@ -143,15 +144,16 @@ def cli(settings: dict, with_traceback: bool) -> None:
     "--tp",
     type=int,
     metavar="N",
-    help="Tensor-parallel size to test in addition to size 1; at least 1. N must divide the model's attention heads "
-    "and KV heads.  [default: 2; 1 on a machine with one GPU]",
+    help="Tensor-parallel size to test in addition to size 1; at least 1. N must divide the numbers of attention heads "
+    "and KV heads and the MLP widths; for MoE also the largest power of two that divides the number of experts.  "
+    "[default: 2; 1 on a machine with one GPU]",
 )
 @click.option(
     "--full",
     is_flag=True,
-    help="Test every rollout setup against every training setup, in every dtype; takes longer. Without --full, the "
-    "first --dtype (default: bfloat16) tests every rollout setup against training setup tp1-padded, and every training "
-    "setup against rollout setup batch. The second dtype tests only two pairs.",
+    help="Test every rollout setup against every training setup, in every dtype; takes longer. Without --full, "
+    "in the first --dtype (default: bfloat16) every rollout setup is tested against training setup tp1-padded, and "
+    "every training setup against rollout setup batch; in the second dtype only two pairs are tested.",
 )
 @click.option(
     "--training",
@@ -204,14 +206,16 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
     """Compare the logprobs of rollout and training, stock and aligned.
 
     Samples tokens with vLLM, recomputes their logprobs with Megatron-core, and compares the bits. Does this once with
-    stock engines and once with aligned engines ("patched" in the output). Each engine runs in its own process. Writes
+    stock engines and once with aligned engines ("patched" in the output); setups that the stock engines do not support
+    are tested aligned only. Each engine runs in its own process. Writes
     check.json, run.json, report.html and the engines' logs to --out.
 
-    The exit status is 0 if all logprobs of the aligned engines are bitwise equal, and 1 if any differ; differences of
-    stock engines do not count. `alignkit --help` lists the other statuses.
+    The exit status is 0 if all logprobs of the aligned engines are bitwise equal. It is 1 if any differ, or if a token
+    of an MoE model was routed to other experts in training. Differences of stock engines do not count. `alignkit --help` lists
+    the other statuses.
 
     \b
-    Rollout setups (vLLM; N is the value of --tp if more than 1):
+    Rollout setups (vLLM). N is the value of --tp; setups with N run if N > 1:
       batch            all prompts at once
       one              one request at a time
       chunked          all prompts, at most 64 tokens per step
@@ -224,9 +228,9 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
                        (MoE only)
 
     \b
-    Training setups (Megatron-core) if --training is not given; their form is
-    SETUP below:
-      tp1, tpN, tpN-sp; MoE also tp1-epN, tpN-sp-epN; each with -one and -padded
+    Training setups (Megatron-core) without --training, each with -one and with
+    -padded (see SETUP below). N is the value of --tp; setups with N run if N > 1:
+      tp1, tpN, tpN-sp; for MoE also tp1-epN, tpN-sp-epN
 
     \b
     Examples:
@@ -337,7 +341,8 @@ def _left_out(count: int) -> str:
     "--model",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Local Hugging Face checkpoint.  [default: create a small model with random weights]"
+    help="Local Hugging Face checkpoint. Required if one side is a recording and the other an engine: pass that run's "
+    "--model, or OUT/model of that run.  [default: create a small model with random weights]"
     + _block("Supported architectures:", (family.architecture for family in BISECT_FAMILIES.values())),
 )
 @click.option(
@@ -365,7 +370,8 @@ def _left_out(count: int) -> str:
     default=0,
     show_default=True,
     help="Tokens to sample after each sequence, in [0, 4096], so that vLLM's decode steps are compared too. The vLLM "
-    "side samples the tokens (side A if both are vLLM); the other side receives them as input.",
+    "side samples the tokens (side A if both are vLLM); the other side receives them as input. N > 0 requires a vLLM "
+    "side and no recording, and with --swap an aligned side that samples.",
 )
 @click.option(
     "--swap",
@@ -379,7 +385,8 @@ def _left_out(count: int) -> str:
     type=click.Path(path_type=Path),
     default=Path("bisect-results"),
     show_default=True,
-    help="Output directory. It must be new or empty, or hold results of an earlier bisect, which are replaced.",
+    help="Output directory. It must be new or empty, or hold results of an earlier bisect, which are replaced. It must "
+    "not contain a recording that is a side.",
 )
 @click.option(
     "--budget",
@@ -420,9 +427,9 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
       aligned-vllm      vLLM with alignkit's patch
       stock-megatron    Megatron-core
       aligned-megatron  Megatron-core with alignkit's patch
-      hf                Hugging Face Transformers
-      DIR               the recording of an earlier run: OUT/recordings/a or b,
-                        where OUT is the --out of that run
+      hf                Hugging Face Transformers (dense models only)
+      DIR               the recording of an earlier run: OUT/recordings/a or
+                        OUT/recordings/b, where OUT is the --out of that run
 
     \b
     Settings of a side follow a colon, separated by commas:
@@ -501,7 +508,8 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
 def doctor(context, op, recipe, problem) -> int:
     """Check the installation and test the kernels.
 
-    Prints the versions, contract, kernels, backends and patches of this environment. Then compares the ops' results
+    Prints the versions, contract ids (devices with equal ids compute equal bits), kernels, backends and patches of this
+    environment. Then compares the ops' results
     with stored bits ("golden bits"), and tests that a row's bits do not depend on the other rows of a batch.
 
     The exit status is 0 if all tests pass, and 1 if any fails. `alignkit --help` lists the other statuses.
@@ -527,12 +535,10 @@ def doctor(context, op, recipe, problem) -> int:
 @click.argument("op")
 @click.argument("problem", nargs=-1, metavar="[NAME=VALUE]...")
 def explain(op, problem) -> int:
-    """Print which kernel alignkit selects for OP, and why it skips each other kernel.
+    """Print which kernel alignkit selects for OP, and why not each other kernel.
 
-    NAME=VALUE gives sizes and dtypes. `alignkit explain list` prints every OP with the names that it requires or may
-    have. The name rows is the number of tokens (M of a GEMM), and for moe_products, moe_gated and moe_gradients the
-    number of token-expert pairs. family is the device family (default: sm90, Hopper GPUs), backend the kernels'
-    language (default: the family's fastest). Requires no GPU.
+    NAME=VALUE gives sizes, dtypes and layouts. `alignkit explain list` prints every OP with the names that it requires
+    or may have, and the meaning of each name. Requires no GPU.
 
     \b
     Example:
@@ -590,7 +596,7 @@ def serve(arguments) -> None:
     show_default=True,
     metavar="ADDRESS",
     help="Address to listen on. The default accepts connections from this machine only. Another address makes the page "
-    "readable for everyone who can reach it.",
+    "readable by everyone who can reach it.",
 )
 @click.option(
     "--port",

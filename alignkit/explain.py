@@ -23,6 +23,33 @@ from .ops.rms_norm.problem import Norm
 from .runtime import dispatch, families
 from .runtime.operands import Operand
 
+MEANINGS = {
+    "rows": "tokens, the M of a GEMM; for moe_products, moe_gated and moe_gradients, pairs of a token and an expert",
+    "k": "length of the dot products; for head_products, the width of the hidden states",
+    "n": "outputs of a row",
+    "h": "width of a row",
+    "ids": "size of the vocabulary shard",
+    "heads": "query heads",
+    "kv_heads": "KV heads (default: as many as heads)",
+    "head_dim": "width of a head",
+    "seqs": "sequences of the batch",
+    "page": "rows per page of the KV cache (vLLM's block_size)",
+    "pages": "width of the block table",
+    "top_k": "experts of a token",
+    "experts": "experts of this rank",
+    "leaves": "parts of the k-tree, 1 for a chain (docs/contract.md)",
+    "dtype": "of the inputs: bf16, fp16 or fp32",
+    "out_dtype": "of the result (default: that of the inputs)",
+    "bias": "yes with a bias",
+    "accumulate": "yes if the result is added to",
+    "aligned": "no if an address is not a multiple of 16 bytes",
+    "gathered": "yes if rows are in the order of tokens, no if sorted by expert",
+    "scattered": "yes if the experts' matrices are not one tensor",
+    "keep_logits": "yes if the products are kept for the backward pass",
+    "family": "device family (default: sm90, Hopper GPUs)",
+    "backend": "language of the kernels (default: the fastest of the family)",
+}
+"""Meanings of the names in NAME=VALUE, as `alignkit explain list` prints them."""
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -212,6 +239,8 @@ def explain(op: str, words: Sequence[str]) -> Iterator[str]:
         for name in dispatch.OPS:
             required, optional = _names(name)
             yield f"{name:<20} {', '.join(required) or '-'}; optional: {', '.join(optional)}"
+        yield ""
+        yield from (f"{name:<12} {meaning}" for name, meaning in MEANINGS.items())
         return
     parts = [name for name, folder in dispatch.OPS.items() if folder == dispatch.OPS.get(op, op) and name in DESCRIBED]
     if op not in dispatch.OPS and parts:

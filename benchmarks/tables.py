@@ -2,7 +2,7 @@
 
 A table is the text between ``<!-- table:NAME -->`` and ``<!-- end:NAME -->`` in a page; `NOTE` may follow NAME. Plots
 are SVG files beside their results. Tables and plots without results remain unchanged.
-tests/cli/test_benchmarks.py compares the pages with the results.
+tests/benchmarks/test_scripts.py compares the pages with the results.
 
 All figures of a table have the same source digest, possibly from several commits. A result file with several digests
 gives one table each, newest first, below a caption with their environment.

@@ -52,7 +52,7 @@ STARTS_AN_ENGINE = {"world", "pair", "vllm_process", "rollout"}
 """Fixtures that start an engine."""
 ENGINES = (
     "bisection/test_cuda.py",
-    "e2e/test_benchmarks.py",
+    "benchmarks/test_engines.py",
     "e2e/test_check.py",
     "e2e/test_grpo.py",
     "integrations/test_verl.py",
@@ -73,11 +73,11 @@ SEVERAL_GPUS = (
     "ops/test_tp_cuda.py",
     "ops/test_tp_faults_cuda.py",
 )
-SLOW = ("e2e/test_benchmarks.py",)
+SLOW = ("benchmarks/test_engines.py",)
 """Files in which every test is slow; other files mark single tests."""
 LONGEST = (
     "e2e/test_check.py",
-    "e2e/test_benchmarks.py",
+    "benchmarks/test_engines.py",
     "vllm/test_experts.py",
     "bisection/test_engines.py",
     "vllm/test_processes.py",

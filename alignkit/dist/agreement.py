@@ -17,12 +17,14 @@ import torch.distributed as dist
 from ..errors import BackendError
 
 SLOT = 1024
-"""schedule: message bytes of the first all-gather; if any rank's message is longer, all ranks gather again."""
+"""schedule: bytes of the first all-gather, equal on all ranks; if a message is longer, all ranks gather again."""
 _LENGTH = 8
-"""schedule: bytes of the length prefix."""
+"""schedule: bytes of the length prefix, equal on all ranks."""
 _CPU = torch.device("cpu")
 _TIMEOUT = datetime.timedelta(minutes=30)
-"""schedule: longest wait for another rank, which may be loading data; torch's default for gloo groups."""
+"""schedule: longest wait for another rank, which may be loading data; torch's default for gloo groups.
+
+Only the gloo backends that `channel` creates have it."""
 
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 

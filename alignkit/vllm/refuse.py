@@ -104,7 +104,7 @@ def _model_reasons(hf, sliding_window: int | None, version: Version) -> list[str
         return [f"architectures: must be one of {', '.join(ARCHITECTURES)}, got {given}"]
     if architectures[0] in version.without:
         why = version.without[architectures[0]]
-        return [f"architectures: {architectures[0]} is not supported with this version of vLLM, because {why}"]
+        return [f"architectures: {architectures[0]} {why}"]
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     reasons = []
     known = ROPE_TYPES.get(rope.pop("rope_type", "default"))

@@ -1,6 +1,8 @@
 """Random-weight models and prompts for whole-engine benchmarks, and the layer shapes of published models.
 
-The names of sizes are values of --size and are stored in result files; so are the names in `DENSE`, in ``case``.
+The names of sizes are values of --size and are stored in result files; so are the names in `DENSE`, in ``case``. Stored
+rows are comparable only with equal sizes: a changed size needs a new name. A change of `DENSE` or of its order changes
+the GEMMs that `matmul.py --draw SEED` draws, and a change of `random_lengths` the lengths of a seed.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from alignkit.explain import explain
+from alignkit.explain import MEANINGS, _names, explain
 from alignkit.runtime import dispatch
 
 pytest.importorskip("triton")
@@ -177,7 +177,10 @@ def test_a_composite_op_names_its_parts():
 
 def test_list_prints_the_names_of_each_op():
     lines = list(explain("list", []))
-    assert [line.split()[0] for line in lines] == list(dispatch.OPS)
+    border = lines.index("")
+    assert [line.split()[0] for line in lines[:border]] == list(dispatch.OPS)
+    used = {name for op in dispatch.OPS for names in _names(op) for name in names}
+    assert used == MEANINGS.keys() == {line.split()[0] for line in lines[border + 1 :]}
     assert any(line.split()[1:] == "rows, h; optional: dtype, aligned, family, backend".split() for line in lines)
 
 

@@ -1,6 +1,7 @@
 """Random well-formed calls of each public op, with a description of every argument.
 
-draw.py changes them into unusual or invalid calls. A new op needs a generator in PROBLEMS; test_fuzz.py counts the ops.
+draw.py changes them into unusual or invalid calls. Every public op and custom op needs a generator in PROBLEMS, which
+test_fuzz.py checks. Any change to the random choices changes the calls that SEED:INDEX names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -726,10 +728,12 @@ def _custom(name: str, given: dict, reference: Callable, faults=()) -> Problem:
 
 
 def custom_linear(s: Source) -> Problem:
-    name = s.rng.choice(("linear", "row_parallel_linear"))
+    name = s.rng.choice(("linear", "linear_fp32", "row_parallel_linear"))
     given: dict = _layer(s, name == "row_parallel_linear")
     if name == "linear":
         return _custom(name, given, ops.linear)
+    if name == "linear_fp32":
+        return _custom(name, given, partial(ops.linear, out_dtype=torch.float32))
     given["group"] = Scalar("", "group")
     return _custom(name, given, lambda x, weight, bias, group: ops.row_parallel_linear(x, weight, bias))
 
@@ -786,6 +790,13 @@ def custom_sigmoid_mul(s: Source) -> Problem:
     return _custom("sigmoid_mul", sigmoid_mul(s).given, ops.sigmoid_mul)
 
 
+def custom_add(s: Source) -> Problem:
+    """Return a call of `add`: the layout of `silu_mul`'s arguments, under other names."""
+    given = silu_mul(s).given
+    given["up"].optional = False
+    return _custom("add", {"x": given["gate"], "y": given["up"]}, lambda x, y: x + y)
+
+
 PROBLEMS: dict[Callable[[Source], Problem], int] = {
     linear: 12,
     rms_norm: 9,
@@ -814,6 +825,7 @@ PROBLEMS: dict[Callable[[Source], Problem], int] = {
     custom_moe_router: 3,
     custom_moe_experts: 4,
     custom_sigmoid_mul: 2,
+    custom_add: 2,
 }
 """Weight of each generator."""
 

@@ -11,7 +11,9 @@ import time
 import pytest
 import torch
 
+from alignkit import ops
 from alignkit.errors import InputError
+from alignkit.ops import library
 
 from . import draw, faults, judge, pair, pool, run
 from .problems import Problem, Scalar, Tensor
@@ -117,8 +119,9 @@ def test_case_depends_only_on_seed_and_index():
 
 
 def test_population_covers_every_op_and_verdict():
-    cases = [draw.draw(SEED, i) for i in range(600)]
-    assert len({d.problem.op for d in cases}) == 28
+    cases = [draw.draw(SEED, i) for i in range(800)]
+    custom = {v.name() for v in vars(library).values() if isinstance(v, torch._ops.OpOverload)}
+    assert {d.problem.op for d in cases} == {*ops.__all__, "gated_delta_rule", *custom}
     for must, least in ((draw.ANSWER, 200), (draw.EITHER, 25), (draw.REJECT, 150)):
         assert sum(d.must == must for d in cases) > least, must
     assert sum(bool(d.leaves) for d in cases) > 100

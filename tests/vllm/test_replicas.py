@@ -1,4 +1,6 @@
-"""Data parallelism in real vLLM on a CPU: replicas with and without shared experts give the bits of one engine.
+"""Data parallelism in real vLLM on a CPU: replicas give the bits of one engine.
+
+The models are dense, or MoE models whose experts are sharded over the replicas or not.
 
 Helpers are in test_experts.py. Most layouts are slow (`make test-slow`).
 """

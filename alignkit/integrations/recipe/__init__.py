@@ -1,8 +1,10 @@
 """Check of a framework's recipe, for `alignkit recipe` and at the start of a run. No engine is imported.
 
 A framework is a module here (`verl`, `nemo_rl`, `slime`) with functions `judge` and `uses_megatron` and the optional
-`ENABLING_SETTING`, plus an entry in `_MODULES` and in `reading.FRAMEWORKS`. `reading` parses the files, and `engines`
-checks the settings of the engines. docs/verl.md and docs/nemo-rl.md show the output.
+`ENABLING_SETTING`, plus an entry in `_MODULES` and in `reading.FRAMEWORKS`. `judge` must yield a finding for every
+setting that can affect numerics, because the other settings are reported as harmless. Only UNSUPPORTED rejects a
+recipe; UNKNOWN is printed, and the engines decide when they start. `reading` parses the files, and `engines` checks the
+settings of the engines. docs/verl.md and docs/nemo-rl.md show the output.
 """
 
 from __future__ import annotations

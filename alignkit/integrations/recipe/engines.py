@@ -56,7 +56,9 @@ OF_THE_MODEL = frozenset("context_parallel_size num_query_groups params_dtype pi
 
 def unmet(value: Any, allowed: tuple[Any, ...], feature: str) -> str | None:
     """Return the requirement that `value` violates, or None if it is allowed. Other values enable the feature."""
-    return None if value in allowed else f"must be {' or '.join(map(str, allowed)) or 'unset'} ({feature})"
+    if value in allowed:
+        return None
+    return f"must be {' or '.join(map(str, allowed)) or 'unset'}; not supported: {feature}"
 
 
 def vllm_refusal(field: str, value: Any) -> str | None:

@@ -81,7 +81,7 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
         elif key == "policy.generation.vllm_cfg.expert_parallel_size":
             ranks = recipe.get("policy.generation.vllm_cfg.tensor_parallel_size", 1)
             good = setting.value in (1, ranks)
-            why = f"must be 1 or tensor_parallel_size = {ranks} (data parallelism inside vLLM)"
+            why = f"must be 1 or tensor_parallel_size = {ranks}; not supported: data parallelism inside vLLM"
             yield Finding(setting, SUPPORTED, "") if good else Finding(setting, UNSUPPORTED, why)
         elif key == "policy.generation.temperature":
             mode = "policy.generation.vllm_cfg.logprobs_mode"

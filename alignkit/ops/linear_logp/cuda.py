@@ -1,8 +1,8 @@
 """CUDA backend of the LM head's GEMMs, with fused epilogues (csrc/sm90/head): logits need not be written to memory.
 
 - `head_statistics`: tile statistics of the products of hidden and weight, which are stored only with `keep_logits`.
-- `head_gradient`: gradient of these products.
-- `head_products`: gradients of hidden and weight.
+- `head_gradient`: gradient of the logits, recomputed from hidden and weight.
+- `head_products`: gradients of hidden and weight, from the gradient of the logits.
 
 triton.py has the other functions. For operands that these kernels reject, a GEMM of ../linear writes the products to
 memory and triton.py reads them. The bits are equal (docs/contract.md, "Log-softmax over the vocabulary"). The names and
@@ -20,7 +20,7 @@ from ...runtime.operands import Operand, tma_rejects
 from .problem import Head, HeadGradient, HeadProducts
 
 FEW = 256
-"""schedule: rows up to which the kernels' tiles would be mostly empty."""
+"""schedule: up to so many rows these kernels are not used, because most of a tile would be empty."""
 
 
 @cuda.mirrors("AlignkitHead")

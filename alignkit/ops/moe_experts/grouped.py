@@ -4,8 +4,8 @@ The kernels read the row counts on the device. The grid covers the maximum numbe
 exit immediately. The kernels gather rows by index. each.py documents the functions.
 
 The order of k is the contract's (docs/contract.md, "Mixture of experts"). STEPS, the number of steps, must stay a
-run-time argument without specialization. As a constant it would let the compiler change the order, as
-../linear/triton.py explains. Tile sizes and launch options are free, but a step of k must not cross leaves:
+run-time argument without specialization: the compiler could change the order of a constant number of steps
+(../linear/triton.py). Tile sizes and launch options are free, but a step of k must not cross leaves:
 `products` reduces BLOCK_K to a divisor of the leaf.
 """
 
@@ -25,7 +25,10 @@ from ..silu_mul.triton import silu_times
 from .problem import UNEQUAL_MATRICES, Grouped, Matrices
 
 MAX_EXPERTS = 4096
-"""schedule: maximum experts per rank; every program loads the offsets of all experts. cuda.py has a smaller one."""
+"""schedule: maximum experts per rank, a limit that may be raised: every program loads the offsets of all experts.
+
+cuda.py has a smaller limit, that of its kernels.
+"""
 GROUP_SIZE_M = 8
 """schedule: row tiles per rasterization band, so that weights stay in L2."""
 

@@ -1,7 +1,7 @@
 """Scripts of benchmarks/ without engines: plans of runs, result files, tables, plots, and gpu_tests.py.
 
 The scripts are imported, and their measurements replaced by given values. One test compares the tables in README.md and
-docs/ with benchmarks/results; `make tables` updates the pages. tests/e2e/test_benchmarks.py runs real engines.
+docs/ with benchmarks/results; `make tables` updates the pages. test_engines.py runs real engines.
 """
 
 import contextlib
