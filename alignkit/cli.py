@@ -211,8 +211,8 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
     check.json, run.json, report.html and the engines' logs to --out.
 
     The exit status is 0 if all logprobs of the aligned engines are bitwise equal. It is 1 if any differ, or if a token
-    of an MoE model was routed to other experts in training. Differences of stock engines do not count. `alignkit --help` lists
-    the other statuses.
+    of an MoE model was routed to other experts in training. Differences of stock engines do not count.
+    `alignkit --help` lists the other statuses.
 
     \b
     Rollout setups (vLLM). N is the value of --tp; setups with N run if N > 1:

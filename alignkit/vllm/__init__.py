@@ -1,7 +1,8 @@
 """The vLLM adapter: vLLM computes its logprobs with alignkit's ops. Importing it does not import vLLM.
 
 Names are imported on first use. vLLM ignores a plugin whose module fails to import, but propagates the errors of
-`plugin.register`. So `plugin.register` does every import that can fail, and this file none. docs/api/vllm.md documents `__all__`.
+`plugin.register`. So `plugin.register` does every import that can fail, and this file none.
+docs/api/vllm.md documents `__all__`.
 """
 
 from importlib import import_module

@@ -8,8 +8,8 @@
 // - The formulas of `logit`, `Statistics` and `Gradient`, and kTile, are that section's. Changing one changes bits and
 //   the contract id.
 //
-// AlignkitHead of interface.h holds the arguments, which alignkit/ops/linear_logp/cuda.py fills. alignkit_cuda_error, at
-// the end, returns the text of a CUDA error for all kernels; it may move to any file.
+// AlignkitHead of interface.h holds the arguments, which alignkit/ops/linear_logp/cuda.py fills. alignkit_cuda_error,
+// at the end, returns the text of a CUDA error for all kernels; it may move to any file.
 #include <cmath>
 #include <type_traits>
 
