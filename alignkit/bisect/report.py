@@ -1,6 +1,7 @@
 """Reports of a bisection: the terminal table and the self-contained report.html.
 
-Texts are for people; programs read bisect.json. The template report.html.j2 gets its variables from `write_html`.
+Texts are for people; programs read bisect.json. docs/bisect.md and tests/bisection quote them. The template
+report.html.j2 gets its variables from `write_html`.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def _op_files(folder: Path) -> set[Path]:
     assert found, f"ops: must be folders of alignkit/ops, got {folder.name!r}"
     for file in list(found):
         for other in OTHER_OP.findall(file.read_text()):
-            found |= _op_files(folder.parent / other)
+            if (folder.parent / other).is_dir():
+                found |= _op_files(folder.parent / other)
     return found
 
 

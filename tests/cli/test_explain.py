@@ -152,7 +152,7 @@ def test_scattered_expert_matrices_select_each():
         ("linear", ["rows=9999999999", "k=9999999999", "n=64"], "linear: the sizes must be those of a possible tensor"),
         ("attention", ["rows=64", "heads=32", "kv_heads=7", "head_dim=128"], "kv_heads: must divide heads = 32, got 7"),
         ("attention", ["rows=64", "heads=32", "kv_heads=0", "head_dim=128"], "kv_heads: must divide heads = 32, got 0"),
-        ("moe_experts", [], "op: must be one of the parts of moe_experts (moe_pairs, moe_products"),
+        ("moe_experts", [], "op: must be one of the parts of moe_experts (moe_products, moe_gated"),
         ("linear", [*LINEAR, "h=3"], "h: must be one of the names that linear takes (family, backend, rows"),
         ("linear", [*LINEAR, "rows=3"], "rows: given more than once, as 64 and 3"),
         ("linear", [*LINEAR, "aligned"], "aligned: expected aligned=VALUE, got 'aligned'"),
