@@ -35,7 +35,7 @@ def explain(op: str, words: Sequence[str]) -> Iterator[str]:
     if op == "list":
         for name in dispatch.OPS:
             required, optional = _names(name)
-            yield f"{name:<20} {', '.join(required) or '-'}; optional: {', '.join(optional)}"
+            yield f"{name:<20} {', '.join(required) or 'none required'}; optional: {', '.join(optional)}"
         yield ""
         yield from (f"{name:<12} {meaning}" for name, meaning in MEANINGS.items())
         return

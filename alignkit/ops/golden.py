@@ -68,7 +68,9 @@ def difference(device: torch.device, backend: str) -> str | None:
         if backend == families.REFERENCE and CASES[case][0].slow:
             continue
         if case not in stored:
-            return f"{case}: hashes must be stored in {path(family).name}, got none"
+            return (
+                f"{case}: {path(family).name} of this installation has no golden bits for this case. Reinstall alignkit"
+            )
         try:
             computed = hashes(case, device)
         except Exception as e:  # e.g. a compiler failure

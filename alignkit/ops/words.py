@@ -56,7 +56,7 @@ class Words:
         for word in words:
             name, separator, value = word.partition("=")
             if not separator:
-                raise InputError(f"{name}: expected {name}=VALUE, got {word!r}")
+                raise InputError(f"NAME=VALUE: expected the form NAME=VALUE, such as rows=64, got {word!r:.80}")
             if not value:
                 raise InputError(f"{name}: value is missing, got {word!r}")
             if name in self._given:

@@ -155,7 +155,7 @@ def test_scattered_expert_matrices_select_each():
         ("moe_experts", [], "op: must be one of the parts of moe_experts (moe_products, moe_gated"),
         ("linear", [*LINEAR, "h=3"], "h: must be one of the names that linear takes (family, backend, rows"),
         ("linear", [*LINEAR, "rows=3"], "rows: given more than once, as 64 and 3"),
-        ("linear", [*LINEAR, "aligned"], "aligned: expected aligned=VALUE, got 'aligned'"),
+        ("linear", [*LINEAR, "aligned"], "NAME=VALUE: expected the form NAME=VALUE, such as rows=64, got 'aligned'"),
         ("linear", [*LINEAR, "aligned="], "aligned: value is missing, got 'aligned='"),
         ("linear", [*LINEAR, "dtype=int8"], "dtype: must be one of bf16, fp16, fp32, got 'int8'"),
         ("linear", [*LINEAR, "leaves=3"], "leaves: must divide k = 4096, got 3"),
