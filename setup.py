@@ -4,6 +4,8 @@ The kernels have a plain C interface and include neither torch nor Python header
 compiler, the library for Hopper GPUs needs nvcc. If a compiler is missing, the package installs without that library;
 `alignkit doctor` reports it. A failure of nvcc fails the installation.
 
+Wheels are tagged ``py3-none-PLATFORM`` (class `PlatformWheel`).
+
 A library embeds the hash of its sources and is rebuilt when the hash differs. The build recompiles an object only if
 its source, a header, the options or the compiler changed (class `Object`).
 """
@@ -25,6 +27,7 @@ from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import ExecError
 
@@ -240,5 +243,16 @@ class BuildKernels(build_ext):
         return []  # a shared library for ctypes, not a Python module
 
 
+class PlatformWheel(bdist_wheel):
+    """A wheel for any Python 3 on one platform: ctypes loads the libraries, which use no Python ABI.
+
+    `requires-python` in pyproject.toml states the supported versions.
+    """
+
+    def get_tag(self):
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
+
+
 if __name__ == "__main__":
-    setup(cmdclass={"build_ext": BuildKernels}, ext_modules=[CPU, SM90])
+    setup(cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel}, ext_modules=[CPU, SM90])

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 from .errors import AlignkitError, BackendError, DriftError, InputError, UnsupportedError
 from .runtime.ids import contract_id
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+"""Version of the package; pyproject.toml reads it here. docs/stability.md states what a new version may change."""
 
 _SUBMODULES = ("bisect", "dist", "drift", "integrations", "megatron", "ops", "testing", "vllm")
 """Submodules that `__getattr__` imports on first use."""

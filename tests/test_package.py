@@ -1,10 +1,12 @@
 """Imports and distribution of the package.
 
-Importing alignkit imports no engine, and each adapter works without the other engine. One slow test builds the sdist
-and the wheel, installs the wheel into a fresh virtual environment and runs `alignkit doctor`.
+Importing alignkit imports no engine, and each adapter works without the other engine. The slow tests build the sdist
+from the files that git tracks and the wheel from the sdist, and install the wheel into a fresh virtual environment.
+They run `alignkit doctor` and examples/first.py there.
 """
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -14,11 +16,15 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.tags import Tag, compatible_tags
 from setuptools import Distribution
 
+import alignkit
 from alignkit.runtime import native
 
 ROOT = Path(__file__).parents[1]
@@ -110,82 +116,193 @@ if sys.argv[3] == "without nvcc":
 from setuptools import build_meta
 print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 """
+ADDED = {"_cpu.so", "built.json"}
+"""Files of an installed package that its sources lack; with nvcc also _sm90.so."""
 
 
 def build(what: str, sources: Path, out: Path, nvcc: bool = False) -> Path:
+    """Run a build hook on `sources`, without build isolation, and return the built file."""
     done = subprocess.run(
         [sys.executable, "-c", BUILD, what, out, "with nvcc" if nvcc else "without nvcc"],
         cwd=sources,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return out / done.stdout.splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_wheel_from_the_sdist_passes_doctor_without_a_checkout(tmp_path):
-    """Checkout -> sdist -> wheel -> an environment with alignkit's dependencies only."""
-    checkout = tmp_path / "checkout"
-    shutil.copytree(ROOT / "alignkit", checkout / "alignkit", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    shutil.copytree(ROOT / "csrc", checkout / "csrc")
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, checkout)
-    with tarfile.open(build("build_sdist", checkout, tmp_path)) as sdist:
-        sdist.extractall(tmp_path / "sdist", filter="data")
-    (unpacked,) = (tmp_path / "sdist").iterdir()
+def tracked() -> list[str]:
+    """Return the files of this checkout that git tracks."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("the files of a release are those that git tracks, and this is no git checkout")
+    listed = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def under(folder: str, names: Iterable[str]) -> set[str]:
+    """Return the paths below `folder`, relative to it."""
+    return {name.removeprefix(f"{folder}/") for name in names if name.startswith(f"{folder}/") and name[-1] != "/"}
+
+
+@dataclass(frozen=True)
+class Release:
+    """The files of a release, built from a copy of the tracked files."""
+
+    sources: Path
+    """The unpacked sdist."""
+    wheel: Path
+    cuda: bool
+    """True if the wheel has the CUDA kernels."""
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory) -> Release:
+    """Build tracked files -> sdist -> wheel."""
+    folder = tmp_path_factory.mktemp("release")
+    checkout = folder / "checkout"
+    for name in tracked():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    with tarfile.open(build("build_sdist", checkout, folder)) as sdist:
+        sdist.extractall(folder / "sdist", filter="data")
+    (sources,) = (folder / "sdist").iterdir()
     # nvcc takes minutes, unless the checkout's objects can be reused.
     cuda = (ROOT / "build/objects/csrc/sm90/identity.hash").exists()
     if cuda:
-        shutil.copytree(ROOT / "build/objects", unpacked / "build/objects")
-    wheel = build("build_wheel", unpacked, tmp_path, nvcc=cuda)
-    inside = set(zipfile.ZipFile(wheel).namelist())
-    assert {
-        "alignkit/_cpu.so",
-        "alignkit/py.typed",
-        "alignkit/ops/golden_cpu.json",
-        "alignkit/check/report.html.j2",
-        "alignkit/integrations/functions.json",
-        "alignkit/integrations/startup/sitecustomize.py",
-    } <= inside
-    assert ("alignkit/_sm90.so" in inside) == cuda
-    assert not [name for name in inside if name.startswith(("tests", "csrc", "benchmarks", "build"))]
+        shutil.copytree(ROOT / "build/objects", sources / "build/objects")
+    return Release(sources, build("build_wheel", sources, folder, nvcc=cuda), cuda)
 
-    venv.create(tmp_path / "venv", symlinks=True)
-    interpreter = tmp_path / "venv" / "bin" / "python"
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment with the wheel and the other packages of the tests' environment."""
+
+    python: Path
+    packages: Path
+    cuda: bool
+
+    def run(self, *command: str | Path, cwd: Path, ok: bool = True) -> str:
+        """Run a Python command and return its output."""
+        done = subprocess.run(
+            [self.python, *command],
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        )
+        assert (done.returncode == 0) == ok, done.stdout
+        return done.stdout
+
+    def alignkit(self, *arguments: str, cwd: Path, ok: bool = True) -> str:
+        """Run the installed command `alignkit` and return its output."""
+        return self.run(self.python.with_name("alignkit"), *arguments, cwd=cwd, ok=ok)
+
+
+@pytest.fixture(scope="module")
+def environment(release, tmp_path_factory) -> Environment:
+    """Install the wheel into a virtual environment; all other packages are the tests' own."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    venv.create(folder, symlinks=True)
+    interpreter = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", interpreter, "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, wheel], check=True)
+    subprocess.run([*pip, release.wheel], check=True)
     # Python does not read .pth files of folders that a .pth file adds, so the tests' editable install stays out.
-    folder = Path(sysconfig.get_path("purelib", vars={"base": tmp_path / "venv", "platbase": tmp_path / "venv"}))
+    packages = Path(sysconfig.get_path("purelib", vars={"base": folder, "platbase": folder}))
     needed = {str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in ("torch", "numpy", "click")}
-    (folder / "needed.pth").write_text("\n".join(sorted(needed)) + "\n")
-    done = subprocess.run(
-        [interpreter.with_name("alignkit"), "doctor"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ("built for sm_90a" in done.stdout) == cuda
-    where = subprocess.run(
-        [interpreter, "-c", "import alignkit; print(alignkit.__file__)"],
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-        check=True,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-    )
-    assert Path(where.stdout.strip()).is_relative_to(folder)
+    (packages / "needed.pth").write_text("\n".join(sorted(needed)) + "\n")
+    return Environment(interpreter, packages, release.cuda)
+
+
+@pytest.mark.slow
+def test_sdist_has_every_tracked_file_of_the_package_and_its_kernels(release):
+    names = tracked()
+    present = [file.relative_to(release.sources).as_posix() for file in release.sources.rglob("*") if file.is_file()]
+    for folder in ("alignkit", "csrc"):
+        assert under(folder, names) and not under(folder, names) - under(folder, present), folder
+    assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"} <= set(present)
+
+
+@pytest.mark.slow
+def test_wheel_has_the_package_and_kernels_for_every_python(release):
+    name, version, python_tag, abi, platform = release.wheel.name.removesuffix(".whl").split("-")
+    assert (name, version, python_tag, abi) == ("alignkit", alignkit.__version__, "py3", "none")
+    assert platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    for minor in (11, 12):
+        assert Tag(python_tag, abi, platform) in set(compatible_tags((3, minor), platforms=[platform]))
+    with zipfile.ZipFile(release.wheel) as opened:
+        inside = opened.namelist()
+        metadata = opened.read(f"alignkit-{version}.dist-info/METADATA").decode()
+        libraries = [opened.extract(n, release.wheel.parent / "libraries") for n in inside if n.endswith(".so")]
+    assert f"\nVersion: {version}\n" in metadata and "\nRequires-Python: <3.13,>=3.11\n" in metadata
+    # The wheel has all tracked files of the package, what the build adds, and nothing else.
+    added = ADDED | ({"_sm90.so"} if release.cuda else set())
+    assert under("alignkit", inside) == under("alignkit", tracked()) | added
+    assert {n.partition("/")[0] for n in inside} == {"alignkit", f"alignkit-{version}.dist-info"}
+    for library in libraries:
+        names = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
+        assert names.stdout and not re.search(r" _?Py", names.stdout), f"{library} uses Python's ABI"
+
+
+@pytest.mark.slow
+def test_installed_wheel_passes_doctor(environment, tmp_path):
+    out = environment.alignkit("doctor", cwd=tmp_path)
+    assert re.search(rf"^alignkit +{re.escape(alignkit.__version__)}$", out, re.MULTILINE), out
+    assert re.search("^CPU kernels +built, ", out, re.MULTILINE), out
+    assert ("built for sm_90a" in out) == environment.cuda
+    where = environment.run("-c", "import alignkit; print(alignkit.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(environment.packages)
+
+
+@pytest.mark.slow
+def test_installed_wheel_rejects_a_library_of_other_sources(environment, tmp_path):
+    """An installed package has no csrc: built.json holds the hashes that its libraries must report."""
+    built = environment.packages / "alignkit" / "built.json"
+    recorded = built.read_text()
+    code = "from alignkit import _sources; print(_sources.of('cpu'), _sources.of('sm90'))"
+    assert environment.run("-c", code, cwd=tmp_path) == "None None\n"
+    assert json.loads(recorded).keys() == {"cpu", "sm90"}
+    built.write_text(json.dumps({"cpu": "0" * 64, "sm90": "0" * 64}))
+    try:
+        out = environment.alignkit("doctor", cwd=tmp_path, ok=False)
+    finally:
+        built.write_text(recorded)
+    assert "_cpu.so: must be built from this alignkit's sources (hash 000000000000)" in out
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_first_example_runs_with_the_installed_wheel(environment, tmp_path):
+    example = shutil.copy(ROOT / "examples" / "first.py", tmp_path)
+    code = f"import runpy, alignkit; runpy.run_path({str(example)!r}); print(alignkit.__file__)"
+    *_, result, where = environment.run("-W", "ignore", "-c", code, cwd=tmp_path).splitlines()
+    assert result == "16 of 16 logprobs are bit-equal"
+    assert Path(where).is_relative_to(environment.packages)
+
+
+def load_setup():
+    """Return setup.py as a module."""
+    spec = importlib.util.spec_from_file_location("alignkit_setup", ROOT / "setup.py")
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    return setup
+
+
+def test_wheels_are_tagged_for_one_platform_and_every_python(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    setup = load_setup()
+    command = setup.PlatformWheel(Distribution({"name": "alignkit", "version": "0", "ext_modules": [setup.CPU]}))
+    command.dist_info_dir = str(tmp_path)
+    command.ensure_finalized()
+    assert command.get_tag() == ("py3", "none", sysconfig.get_platform().replace("-", "_").replace(".", "_"))
 
 
 def test_the_cuda_library_is_in_the_wheel_where_nvcc_is(monkeypatch):
     monkeypatch.chdir(ROOT)
-    spec = importlib.util.spec_from_file_location("alignkit_setup", ROOT / "setup.py")
-    setup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(setup)
+    setup = load_setup()
     for nvcc, libraries in ((None, ["_cpu.so"]), ("nvcc", ["_cpu.so", "_sm90.so"])):
         monkeypatch.setattr(setup, "find_nvcc", lambda nvcc=nvcc: nvcc)
         command = setup.BuildKernels(Distribution({"name": "alignkit", "ext_modules": [setup.CPU, setup.SM90]}))

