@@ -14,8 +14,16 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = ("alignkit", "alignkit.ops", "alignkit.drift", "alignkit.megatron", "alignkit.vllm", "alignkit.dist")
-"""Modules whose `__all__` is public API."""
+PUBLIC = (
+    "alignkit",
+    "alignkit.ops",
+    "alignkit.drift",
+    "alignkit.bisect",
+    "alignkit.megatron",
+    "alignkit.vllm",
+    "alignkit.dist",
+)
+"""Modules whose `__all__` is public API, as docs/stability.md lists them (tests/test_release.py)."""
 LINK = re.compile(r"(?P<open>\]\(|src=\")(?P<target>[^)\s#\"]+)(?P<anchor>#[^)\s\"]*)?(?P<close>[)\"])")
 SOURCES = "source"
 """Folder of the site that holds copies of the repository's files to which pages link."""

@@ -1,6 +1,6 @@
 """Localization of drift (`alignkit bisect`): two engines' activations compared point by point on the same tokens.
 
-docs/bisect.md documents the names in `__all__`.
+Public: docs/api/bisect.md documents `__all__`.
 """
 
 from .comparison import Comparison, PointDifference, compare
