@@ -27,9 +27,13 @@ from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import ExecError
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ModuleNotFoundError:  # `make kernels` with an installed setuptools older than 70.1
+    from wheel.bdist_wheel import bdist_wheel
 
 OLDEST_NVCC = (12, 8)
 OBJECTS = Path("build/objects")
