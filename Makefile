@@ -11,7 +11,7 @@ CHECK_ARGS ?=
 TEST_ARGS ?=
 # Number of test files that run at the same time; 0 runs all in one process.
 TEST_JOBS ?= 2
-FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.json
+FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.jsonl
 ENGINES = build/engines
 FRAMEWORKS = build/frameworks-py$(VERSION)
 

@@ -1,7 +1,7 @@
 """Time of attention against FlashAttention 3 and cuDNN, on one GPU: ``make gpu-attention``; options in ATTENTION_ARGS.
 
-Causal GQA in bf16. The result file, benchmarks/results/h200/attention.json, is ``{"runs": {...}, "rows": [...]}``;
-``runs`` maps a row's ``run`` to its environment. The fields of a row, which ``tables.py`` reads:
+Causal GQA in bf16. The result file is benchmarks/results/h200/attention.jsonl (``lib/results.py``). The fields of a
+row, which ``tables.py`` reads:
 
 ``impl``
     "alignkit"; "alignkit-triton", alignkit's Triton kernels; "fa3", FlashAttention 3 as vLLM calls it, with its own
@@ -323,7 +323,7 @@ def measure(case: Case, pass_name: str, impls: list[str], watch: Stopwatch, seco
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "attention.json", seconds=0.1, resume=True)
+    parser = options_parser(__doc__, H200 / "attention.jsonl", seconds=0.1, resume=True)
     parser.add_argument(
         "--only",
         nargs="+",

@@ -12,10 +12,10 @@ fusions that need no TransformerEngine; "hf_compiled", Hugging Face's model with
 TransformerEngine's layer spec, skipped if it is not installed. Stock experts are SequentialMLP with Megatron-core's
 local layer spec and TEGroupedMLP with TransformerEngine's.
 
-benchmarks/results/h200/cost.json is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its
-environment. A row has ``what`` ("rollout" or "training"), ``case``, ``engine``, ``value``, ``unit`` and
-``ratio_to_stock``. Rows of training also have ``x``, the time or memory relative to "hf_compiled" in the same run.
-profile.json has the GPU time by kernel.
+The result files are benchmarks/results/h200/cost.jsonl and profile.jsonl (``lib/results.py``). A row of cost.jsonl has
+``what`` ("rollout" or "training"), ``case``, ``engine``, ``value``, ``unit`` and ``ratio_to_stock``. Rows of training
+also have ``x``, the time or memory relative to "hf_compiled" in the same run. A row of profile.jsonl has the GPU time
+by kernel.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class Bench:
     def save(
         self, what: str, rows: list[dict], results: dict[str, dict], new: Collection[str], title: str = ""
     ) -> None:
-        """Merge rows into cost.json and profile.json, and print those of the `new` engines.
+        """Merge rows into cost.jsonl and profile.jsonl, and print those of the `new` engines.
 
         `title` is the prefix of the profiles' case names.
         """
@@ -293,8 +293,8 @@ class Bench:
                 print(f"    {kernel['share']:6.1%} {kernel['ms']:9.3f} ms {kernel['calls']:>6} {kernel['name']}")
         folder = self.options.json
         for path, new_rows, key in (
-            (folder / "cost.json", rows, KEY),
-            (folder / "profile.json", profiled, PROFILE_KEY),
+            (folder / "cost.jsonl", rows, KEY),
+            (folder / "profile.jsonl", profiled, PROFILE_KEY),
         ):
             if new_rows:
                 write(path, merge(read(path), self.name, self.info, new_rows, key))

@@ -1,9 +1,8 @@
 """Time of the gated delta rule's state backward against flash-linear-attention: ``make gpu-gdn``; options in GDN_ARGS.
 
-The peer is flash-linear-attention's Triton kernel, on one GPU, in bf16 with K = V = 128, base-2 gates and states
-[K, V]. The result file, benchmarks/results/h200/gdn_bwd_dhu.json, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps
-a row's ``run`` to its environment, with the geometric mean and the minimum of its rows' ``x``. The fields of a
-row, which ``tables.py`` reads:
+The peer is flash-linear-attention's Triton kernel, on one GPU, in bf16 with K = V = 128, base-2 gates and states [K,
+V]. The result file is benchmarks/results/h200/gdn_bwd_dhu.jsonl (``lib/results.py``). A run has the geometric mean and
+the minimum of its rows' ``x``. The fields of a row, which ``tables.py`` reads:
 
 ``b``, ``t``, ``h``, ``mode``, ``layout``
     Batch size, tokens, heads; the inputs present: g, gk, or dht with dh0; "dense", or "packed" with the number of
@@ -167,7 +166,7 @@ def summary(rows: list[dict]) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "gdn_bwd_dhu.json", seconds=0.2, resume=True)
+    parser = options_parser(__doc__, H200 / "gdn_bwd_dhu.jsonl", seconds=0.2, resume=True)
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 32, 64], help="numbers of heads")
     parser.add_argument(
         "--compile", nargs=3, help=argparse.SUPPRESS

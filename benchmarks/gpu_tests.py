@@ -4,10 +4,9 @@ Each test file runs in its own pytest process. Lanes of suites run concurrently,
 Failures are printed at once. When ``--minutes`` have passed, running tests are interrupted and no further tests start.
 Other arguments are passed to pytest.
 
-The counts of a completed suite are written to benchmarks/results/h200/gpu_test.json, which is ``{"runs": {...}, "rows":
-[...], "not_run": [...]}``; ``runs`` maps a row's ``run`` to the date, commit, versions and GPUs. All rows have the same
-source digest (``lib.results.sources``): a suite that runs alone keeps the other suites' rows if their digest is equal,
-otherwise it removes them. ``not_run`` names the suites without a row. The fields of a row, which ``tables.py`` reads:
+The counts of a completed suite are written to benchmarks/results/h200/gpu_test.jsonl (``lib/results.py``). All rows
+have the same source digest (``lib.results.sources``): a suite that runs alone keeps the other suites' rows if their
+digest is equal, otherwise it removes them. The fields of a row, which ``tables.py`` reads:
 
 ``suite``, ``passed``, ``failed``, ``skipped``, ``failures``, ``exit_status``, ``seconds``
     Counts of tests, names of the failed ones, pytest's largest exit status, and the duration.
@@ -261,7 +260,7 @@ def missing(contents: dict) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "gpu_test.json")
+    parser = options_parser(__doc__, H200 / "gpu_test.jsonl")
     installed = [s for s in SUITES if s not in NEED_PACKAGES or importlib.util.find_spec(NEED_PACKAGES[s])]
     parser.add_argument(
         "--suites", nargs="+", choices=SUITES, default=installed, help="default: all with installed packages"
@@ -282,7 +281,6 @@ def main(arguments: list[str] | None = None) -> int:
             with lock:
                 rows.append(row)
                 contents = merge(old, name, info, rows, ("suite",))
-                contents["not_run"] = missing(contents)
                 write(options.json, contents)
 
     pool = ThreadPoolExecutor(len(LANES))

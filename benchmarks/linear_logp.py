@@ -2,10 +2,10 @@
 
 The benchmark computes logprobs of target tokens from bf16 hidden states [n, d] and a bf16 LM head [v, d]. Peers are
 torch (eager and compiled), Liger's Triton and CuTe kernels, CCE, verl's kernel and QuACK, all in one process. The
-default is three training shapes, and decode. A peer that is not installed or fails is an entry of ``meta.errors``.
+default is three training shapes, and decode. A peer that is not installed or fails gets a row with ``error``.
 
-The result file, benchmarks/results/h200/linear_logp.json, is ``{"meta": {...}, "rows": [...]}``; ``meta.runs`` maps a
-row's ``run`` to its environment. The fields of a row, which ``tables.py`` reads:
+The result file is benchmarks/results/h200/linear_logp.jsonl (``lib/results.py``). The fields of a row, which
+``tables.py`` reads:
 
 ``n``, ``d``, ``v``, ``impl``, ``pass``
     "forward"; "forward_backward", with the gradients of both inputs; "decode", the logits of n requests and their
@@ -330,17 +330,13 @@ def measure(problem: Problem, name: str, pass_name: str, watch: Stopwatch, secon
 
 
 def contents(old: dict, name: str, info: dict, rows: list[dict], errors: list[dict]) -> dict:
-    """Return the contents of the result file after run `name`; new rows and errors replace those of equal key."""
-    meta = old.get("meta", {})
-    merged = merge({"runs": meta.get("runs", {}), "rows": old.get("rows", [])}, name, info, rows, KEY)
-    replaced = {tuple(entry.get(k) for k in KEY) for entry in rows + errors}
+    """Return the contents of the result file after run `name`.
+
+    New rows and errors replace those of equal key. The error of an import goes once the implementation has a row.
+    """
     started = {row["impl"] for row in rows}
-    kept = [
-        e
-        for e in meta.get("errors", [])
-        if tuple(e.get(k) for k in KEY) not in replaced and not ("n" not in e and e["impl"] in started)
-    ]
-    return {"meta": {"runs": merged["runs"], "errors": kept + errors}, "rows": merged["rows"]}
+    kept = [row for row in old.get("rows", []) if "n" in row or row["impl"] not in started]
+    return merge(old | {"rows": kept}, name, info, rows + errors, KEY)
 
 
 def line(row: dict) -> str:
@@ -414,8 +410,8 @@ class Bench:
     def run(self, wanted: list[tuple[Shape, tuple[str, ...]]], names: list[str]) -> None:
         began = time.monotonic()
         names = [name for name in names if self.can_import(name)]
-        old = {"runs": self.old.get("meta", {}).get("runs", {}), "rows": self.old.get("rows", [])}
-        measured = row_keys(with_sources(old, self.info["sources"]), KEY) if self.options.resume else set()
+        fresh = [row for row in with_sources(self.old, self.info["sources"])["rows"] if "error" not in row]
+        measured = row_keys({"rows": fresh}, KEY) if self.options.resume else set()
         remaining = [
             (
                 size,
@@ -447,7 +443,7 @@ def _warm(device: torch.device) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 1 if one of alignkit's implementations failed."""
-    parser = options_parser(__doc__, H200 / "linear_logp.json", seconds=0.5, resume=True)
+    parser = options_parser(__doc__, H200 / "linear_logp.jsonl", seconds=0.5, resume=True)
     parser.add_argument(
         "--shapes", nargs="+", type=shape, help="rows n, hidden size d, vocabulary v, such as 4096x2048x151936"
     )

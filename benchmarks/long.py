@@ -10,8 +10,8 @@ cache except for their last block. The decode time is the time of `out` tokens m
 it contains decode steps alone. Values are medians of three repeats, and of more for cells with few tokens, whose steps
 are CPU-bound and vary more.
 
-benchmarks/results/h200/long.json, or moe.json for MoE models, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a
-row's ``run`` to its environment and the engines' startup times. The fields of a row, which ``tables.py`` reads:
+The result file is benchmarks/results/h200/long.jsonl, or moe.jsonl for MoE models (``lib/results.py``). A run has the
+engines' startup times. The fields of a row, which ``tables.py`` reads:
 
 ``size``, ``engine``, ``tp``, ``requests``, ``prompt``, ``out``
     Model, engine, tensor-parallel size, and the cell.
@@ -156,7 +156,7 @@ def _cell(text: str) -> Cell:
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 2 if an engine failed, else 0."""
-    parser = options_parser(__doc__, None, json="result file; default: long.json, or moe.json for an MoE model")
+    parser = options_parser(__doc__, None, json="result file; default: long.jsonl, or moe.jsonl for an MoE model")
     parser.add_argument(
         "--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines to measure; default: all"
     )
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     is_moe = options.size in MOE_SIZES
     cells = options.cells or list(EXPERTS if is_moe else DENSE)
-    path = options.json or H200 / ("moe.json" if is_moe else "long.json")
+    path = options.json or H200 / ("moe.jsonl" if is_moe else "long.jsonl")
     ranks = options.tp or [1, *([2] if len(gpus()) > 1 else [])]
     for tp in ranks:
         if problem := no_room(tp):

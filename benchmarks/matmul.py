@@ -1,10 +1,9 @@
 """Time of linear layers' GEMMs against cuBLAS and others, on one GPU: ``make gpu-matmul``; options in MATMUL_ARGS.
 
 The GEMMs are bf16: the layers of Qwen3-8B, and one rank's of Llama-70B at TP 8. ``--draw SEED`` measures random GEMMs
-instead, with layer, tensor-parallel size, pass and M sampled from all dense sizes of Qwen2.5, Qwen3, Llama 2 and
-Llama 3, and reports the distribution of the ratios. The result file, benchmarks/results/h200/matmul.json, is
-``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its environment. The fields of a row, which
-``tables.py`` reads:
+instead, with layer, tensor-parallel size, pass and M sampled from all dense sizes of Qwen2.5, Qwen3, Llama 2 and Llama
+3, and reports the distribution of the ratios. The result file is benchmarks/results/h200/matmul.jsonl
+(``lib/results.py``). The fields of a row, which ``tables.py`` reads:
 
 ``case``
     Model and layer; for k-trees, and for row-parallel layers measured with fewer leaves, also the leaves.
@@ -359,7 +358,7 @@ def measure_algorithms(problem: Problem, pass_name: str, watch: Stopwatch, secon
 
 def run_candidates(options, cells: list[Cell], started: float, device: torch.device) -> int:
     """Time all algorithms for each cell; the file is updated every few seconds."""
-    watch, rows, reported = Stopwatch(device), [], time.monotonic()
+    watch, name, rows, reported = Stopwatch(device), run_name(), [], time.monotonic()
     info = run_info(ops=["linear"], draw=options.draw, seconds=options.seconds, backend=backend(device))
     for i, (case, m, pass_name) in enumerate(cells):
         if time_is_up(options, started):
@@ -374,9 +373,9 @@ def run_candidates(options, cells: list[Cell], started: float, device: torch.dev
             )
         if last or time.monotonic() - reported > 5:
             reported = time.monotonic()
-            write(options.candidates, {"info": info, "rows": rows})
+            write(options.candidates, {"runs": {name: info}, "rows": [row | {"run": name} for row in rows]})
             print(f"{i + 1} of {len(cells)} GEMMs, {reported - started:.0f} s", flush=True)
-    write(options.candidates, {"info": info, "rows": rows})
+    write(options.candidates, {"runs": {name: info}, "rows": [row | {"run": name} for row in rows]})
     groups: dict[str, list[dict]] = {}
     for row in rows:
         if row["by"] in row["ways"]:
@@ -460,7 +459,7 @@ def _read(path: Path) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "matmul.json", seconds=0.1, resume=True)
+    parser = options_parser(__doc__, H200 / "matmul.jsonl", seconds=0.1, resume=True)
     parser.add_argument("--cases", nargs="+", help="prefixes of case names; default: all")
     parser.add_argument(
         "--impl", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to measure; default: all"

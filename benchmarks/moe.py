@@ -1,8 +1,7 @@
 """Time of MoE experts against torch and vLLM, on one GPU: ``make gpu-moe``; options in MOE_ARGS.
 
-The sizes are those of Qwen3-30B-A3B in bf16: hidden 2048, 128 experts of width 768, top-8. The result file,
-benchmarks/results/h200/moe.json, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its
-environment. The fields of a row, which ``tables.py`` reads:
+The sizes are those of Qwen3-30B-A3B in bf16: hidden 2048, 128 experts of width 768, top-8. The result file is
+benchmarks/results/h200/moe.jsonl (``lib/results.py``). The fields of a row, which ``tables.py`` reads:
 
 ``impl``
     "alignkit"; "each" (alignkit's GEMMs expert by expert); "torch" (torch._grouped_mm); "vllm" (its Triton experts). An
@@ -215,7 +214,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "moe.json", seconds=0.1, resume=True)
+    parser = options_parser(__doc__, H200 / "moe.jsonl", seconds=0.1, resume=True)
     parser.add_argument(
         "--impls", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to measure; default: all"
     )

@@ -2,9 +2,8 @@
 
 The input is the output of a QKV projection in bf16. Implementations are alignkit's fused op and its separate ops,
 torch.compile of the formulas (as in stock vLLM's layers), vLLM's separate kernels and its fused kernel. vLLM's kernels
-have no backward. An implementation that is not installed or fails is reported and skipped. The result file,
-benchmarks/results/h200/qk_norm_rope.json, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its
-environment. The fields of a row, which ``tables.py`` reads:
+have no backward. An implementation that is not installed or fails is reported and skipped. The result file is
+benchmarks/results/h200/qk_norm_rope.jsonl (``lib/results.py``). The fields of a row, which ``tables.py`` reads:
 
 ``tokens``, ``heads``, ``kv_heads``, ``head_dim``, ``rotary_dim``
     The problem.
@@ -201,7 +200,7 @@ def measure(case: Case, pass_name: str, impls: list[str], watch: Stopwatch, seco
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "qk_norm_rope.json", seconds=0.1)
+    parser = options_parser(__doc__, H200 / "qk_norm_rope.jsonl", seconds=0.1)
     parser.add_argument(
         "--impls", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to measure; default: all"
     )

@@ -2,9 +2,8 @@
 
 Implementations, in bf16, are alignkit's op with its CUDA and its Triton kernels, torch (eager and compiled), Liger and
 QuACK. An implementation that is not installed or fails is reported and skipped. ``--widths`` instead measures
-alignkit's op and a copy for row lengths from 2048 to 8192 in steps of 512. The result file,
-benchmarks/results/h200/rms_norm.json, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its
-environment. The fields of a row, which ``tables.py`` reads:
+alignkit's op and a copy for row lengths from 2048 to 8192 in steps of 512. The result file is
+benchmarks/results/h200/rms_norm.jsonl (``lib/results.py``). The fields of a row, which ``tables.py`` reads:
 
 ``case``, ``m``, ``n``, ``k``
     Case; number of rows, their length, and heads per token. k is 1, except in "q" cases: there x is the queries, a view
@@ -198,7 +197,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "rms_norm.json", seconds=0.1)
+    parser = options_parser(__doc__, H200 / "rms_norm.jsonl", seconds=0.1)
     parser.add_argument("--widths", action="store_true", help="measure row lengths from 2048 to 8192 in steps of 512")
     parser.add_argument(
         "--impls", nargs="+", choices=IMPLS, help="implementations; default: all, with --widths alignkit and copy"

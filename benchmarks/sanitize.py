@@ -3,7 +3,7 @@
 The tools are memcheck (out-of-bounds accesses), racecheck (shared-memory races) and initcheck (reads of uninitialized
 memory). Each runs over the op tests with one random example per test, and over a faulty kernel whose error it must
 find. The tests of a file are divided into parts, which run on all GPUs. Each completed part is a row of
-benchmarks/results/h200/sanitize.json, whose rows all have the same source digest; rows of other sources are removed.
+benchmarks/results/h200/sanitize.jsonl, whose rows all have the same source digest; rows of other sources are removed.
 ``--resume`` skips the parts that are clean in the file. The exit status is 1 unless all parts are clean: no tool
 reports an error, each finds the faulty kernel's, and all tests pass in time.
 
@@ -176,7 +176,7 @@ class Job:
     part: str = ""
 
     def run(self, options: argparse.Namespace, end: float, gpu: str) -> dict:
-        """Run the job until time `end` at the latest, and return its row of sanitize.json."""
+        """Run the job until time `end` at the latest, and return its row of sanitize.jsonl."""
         started = time.monotonic()
         without, env = _WITHOUT[self.tool], {"CUDA_VISIBLE_DEVICES": gpu}
         log = options.out / f"{self.tool}-{Path(self.tests).stem}-{self.part.replace('/', '-')}.log"
@@ -247,7 +247,7 @@ def not_clean(rows: list[dict], requested: list[Job]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "sanitize.json")
+    parser = options_parser(__doc__, H200 / "sanitize.jsonl")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: all")
     parser.add_argument("--examples", type=int, default=1, help="random examples per test")
     parser.add_argument("--timeout", type=float, default=600.0, help="time limit of a part, in seconds")

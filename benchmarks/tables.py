@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from statistics import geometric_mean, median
 
+from lib import results as files
 from lib import spread
 
 ROOT = Path(__file__).parents[1]
@@ -124,7 +125,7 @@ def _drift_settings(run: dict) -> str:
 
 def by_run(results: dict, same: Callable[[dict], Hashable] = _sources) -> list[dict]:
     """Split results by the runs' value of `same`, by default sources and contract; return the parts, newest first."""
-    runs = results["meta"]["runs"] if "meta" in results else results["runs"]
+    runs = results["runs"]
     found: dict[Hashable, list[str]] = {}
     for name in sorted(runs, key=lambda name: (runs[name]["date"], name), reverse=True):
         found.setdefault(same(runs[name]), []).append(name)
@@ -156,17 +157,16 @@ def verl(results: dict) -> str:
         f"| rollout | training | `external_lib` | steps | {' | '.join(f'`{name}`' for name in VERL)} | environment |",
         "|---" * (5 + len(VERL)) + "|",
     ]
-    for run in results["runs"]:
-        cells = []
+    for run_name, run in results["runs"].items():
+        steps, cells = [row for row in results["rows"] if row["run"] == run_name], []
         for name in VERL:
-            values = [step[name] for step in run["steps"]]
+            values = [step[name] for step in steps]
             limits = dict.fromkeys(f"{limit:.4g}" for limit in (min(values), max(values)))
             constant = len(set(values)) == 1
             cells.append(f"**{values[0]:g}**" if constant else " to ".join(limits))
-        info = run["made_on"]
-        where = f"{_devices(info)}, {info['model']['layers']} layers, commit {info['commit'][:7]}, {info['date']}"
+        where = f"{_devices(run)}, {run['model']['layers']} layers, commit {run['commit'][:7]}, {run['date']}"
         start = f"TP {run['rollout_tp']} | {run['training']} | {'set' if run['aligned'] else 'unset'}"
-        lines.append(f"| {start} | {len(run['steps'])} | {' | '.join(cells)} | {where} |")
+        lines.append(f"| {start} | {len(steps)} | {' | '.join(cells)} | {where} |")
     return "\n".join(lines)
 
 
@@ -279,7 +279,7 @@ def kernels(read: Callable[[str], dict | None]) -> str:
     lines = ["| kernel | compared with | problems | median | 95th percentile | largest |", "|---|---|---|---|---|---|"]
     runs: dict[str, dict] = {}
     for title, name, fields, peer in KERNELS:
-        results = read(f"h200/{name}.json")
+        results = read(f"h200/{name}.jsonl")
         if not results:
             continue
         newest = by_run(results, _contract)[0]
@@ -287,7 +287,7 @@ def kernels(read: Callable[[str], dict | None]) -> str:
             row
             for row in newest["rows"]
             if row.get("impl") == "alignkit"
-            and row["x"]
+            and row.get("x")
             and all(_within(row.get(key), wanted) for key, wanted in fields.items())
         ]
         ratios = sorted(1 / row["x"] if name in SPEEDS else row["x"] for row in rows)
@@ -654,7 +654,8 @@ def _difference(row: dict, stock: float) -> str:
 
 def linear_logp(results: dict) -> str:
     """Return time relative to the GEMM, memory and errors for each of LOGP_SHAPES, and a table of decode."""
-    rows = {(r["n"], r["d"], r["v"], r["impl"], r["pass"]): r for r in results["rows"]}
+    measured = [r for r in results["rows"] if "error" not in r]
+    rows = {(r["n"], r["d"], r["v"], r["impl"], r["pass"]): r for r in measured}
     lines = []
     for size in LOGP_SHAPES:
         found = (i for i in dict.fromkeys(key[3] for key in rows) if any((*size, i, p) in rows for p in LOGP_PASSES))
@@ -680,7 +681,7 @@ def linear_logp(results: dict) -> str:
             ]
             lines.append(f"| {' | '.join(f'**{c}**' if c and impl.startswith('alignkit') else c for c in cells)} |")
         lines.append("")
-    decode = [r for r in results["rows"] if r["pass"] == "decode"]
+    decode = [r for r in measured if r["pass"] == "decode"]
     impls = [impl for impl in dict.fromkeys(r["impl"] for r in decode) if impl != "copy"]
     for d, v in dict.fromkeys((r["d"], r["v"]) for r in decode):
         lines += [f"| decode, d={d}, v={v} | read of the head | {' | '.join(impls)} |", "|---" * (len(impls) + 2) + "|"]
@@ -1047,17 +1048,17 @@ def _commits(runs: dict[str, dict], rows: list[dict]) -> str:
 
 def linear_logp_plot(results: dict, path: Path) -> None:
     """Plot time relative to the GEMM along n and along v; panels with fewer than two points are omitted."""
-    panels = []
+    measured, panels = [r for r in results["rows"] if "error" not in r], []
     for along, fixed in LOGP_LINES:
         for pass_name in LOGP_PASSES:
-            rows = [r for r in results["rows"] if r["pass"] == pass_name and all(r[k] == v for k, v in fixed.items())]
+            rows = [r for r in measured if r["pass"] == pass_name and all(r[k] == v for k, v in fixed.items())]
             if len({r[along] for r in rows}) > 1:
                 panels.append((along, fixed, pass_name, rows))
     if not panels:
         return
     impls = [
         i
-        for i in dict.fromkeys(r["impl"] for r in results["rows"])
+        for i in dict.fromkeys(r["impl"] for r in measured)
         if i != "gemm" and any(r["impl"] == i for *_, rows in panels for r in rows)
     ]
     figure, axes = _figure(-(-len(panels) // 2), min(len(panels), 2), (9.5, 3.8 * -(-len(panels) // 2)))
@@ -1119,7 +1120,10 @@ def _rectangle(x: int, y: int, color: str):
 
 
 def _read(name: str):
+    """Return the contents of a result file, or None if it does not exist."""
     path = RESULTS / name
+    if path.suffix == ".jsonl":
+        return files.read(path) or None
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -1155,22 +1159,22 @@ def tables() -> dict[str, str]:
         "where_drift": where_drift,
     }
     for name, write in writers.items():
-        results = _read(f"h200/{FILES.get(name, name)}.json")
+        results = _read(f"h200/{FILES.get(name, name)}.jsonl")
         if results:
             parts = by_run(results, _drift_settings if name == "where_drift" else _sources)
             captioned = [(_caption(part["runs"].values()), write(part)) for part in parts]
             texts[f"{name}-h200"] = "\n\n".join(f"{caption}\n\n{table}" for caption, table in captioned if table)
-    if results := _read("h200/e2e.json"):
+    if results := _read("h200/e2e.jsonl"):
         texts["bits-h200"] = bits(results)
-    if (training := _read("h200/cost.json")) and all(
-        rollouts := [_read(f"h200/{name}.json") for name in ("long", "moe")]
+    if (training := _read("h200/cost.jsonl")) and all(
+        rollouts := [_read(f"h200/{name}.jsonl") for name in ("long", "moe")]
     ):
         runs = [run for part in (*rollouts, training) for run in _speed_runs(part)]
         texts["speed-h200"] = f"{_caption(runs)}\n\n{speed(rollouts, training)}"
     texts["kernels-h200"] = kernels(_read)
-    if results := _read("h200/verl.json"):
+    if results := _read("h200/verl.jsonl"):
         texts["verl-h200"] = verl(results)
-    if results := _read("versions.json"):
+    if results := _read("versions.jsonl"):
         texts["versions"] = versions(results)
     return {name: text for name, text in texts.items() if text}
 
@@ -1195,7 +1199,7 @@ def main() -> None:
     for page in (path for pattern in PAGES for path in sorted(ROOT.glob(pattern))):
         page.write_text(fill(page.read_text(), texts))
     for name, plot in (("e2e", e2e_plot), ("cost", cost_plot), ("linear_logp", linear_logp_plot)):
-        results = _read(f"h200/{name}.json")
+        results = _read(f"h200/{name}.jsonl")
         if results:
             plot(results, RESULTS / f"h200/{name}.svg")
 

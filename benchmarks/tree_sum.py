@@ -1,8 +1,8 @@
 """Time of k-tree reductions over tensor-parallel ranks against NCCL: ``make gpu-tree-sum``; options in TREE_SUM_ARGS.
 
 One process per GPU. Before timing a size, the benchmark compares the bytes with the k-tree over NCCL-gathered sums; the
-exit status is 1 if they differ. The result file, benchmarks/results/h200/tree_sum.json, is ``{"runs": {...}, "rows":
-[...]}``. The fields of a row, which ``tables.py`` reads:
+exit status is 1 if they differ. The result file is benchmarks/results/h200/tree_sum.jsonl (``lib/results.py``). The
+fields of a row, which ``tables.py`` reads:
 
 ``case``
     "all_reduce"; "reduce_scatter"; "row_parallel K", all_reduce with its GEMM, whose weight [4096, K] is sharded along
@@ -242,7 +242,7 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "tree_sum.json")
+    parser = options_parser(__doc__, H200 / "tree_sum.jsonl")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="largest number of GPUs")
     parser.add_argument(
         "--kib", nargs="+", type=int, default=list(KIB), help="sizes of a rank's values in bf16, in KiB"

@@ -1,12 +1,9 @@
 """verl's GRPO with and without the external_lib setting: ``make gpu-verl``, or ``python benchmarks/verl_grpo.py``.
 
 The benchmark runs `examples/verl/grpo.sh` on a random-weight model with Qwen3-0.6B's sizes and a toy task. Both are
-generated, so nothing is downloaded. verl's metrics of each step, from its file logger, are written to
-benchmarks/results/h200/verl.json, which ``tables.py`` reads:
-
-    {"runs": [{"aligned", "rollout_tp", "training", "made_on", "steps": [{metric: value}]}]}
-
-``training`` is the parallel layout, such as "PP 2". ``made_on`` is the environment, with the model's sizes, verl's
+generated, so nothing is downloaded. verl's metrics of each step, from its file logger, are rows of
+benchmarks/results/h200/verl.jsonl (``lib/results.py``), which ``tables.py`` reads. A run has ``aligned``,
+``rollout_tp``, ``training`` (the parallel layout, such as "PP 2"), the environment, the model's sizes, verl's
 overrides, the ranks per GPU and the duration. verl.svg plots training/rollout_probs_diff_max. The example has what any
 run needs; `command` adds the settings of this toy task.
 
@@ -101,7 +98,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="training steps of each run")
     parser.add_argument("--small", action="store_true", help="use a small model with two layers")
     parser.add_argument("--layers", type=int, help="layers of the model; default: 28, or 2 with --small")
-    parser.add_argument("--out", type=Path, default=H200 / "verl.json")
+    parser.add_argument("--out", type=Path, default=H200 / "verl.jsonl")
     parser.add_argument("--timeout", type=float, default=1500, help="time limit of a run, in seconds")
     parser.add_argument("overrides", nargs="*", help="overrides of verl's configuration")
     args = parser.parse_args()
@@ -300,17 +297,25 @@ def reasons(log: str, lines: int = 25) -> str:
     return "\n".join([*reversed(list(raised)[:lines]), "...", *plain[-lines:]])
 
 
-def record(out: Path, key: dict, steps: list[dict], **more) -> None:
-    """Write a run, which replaces the run with the same `key`; `more` are further fields of ``made_on``."""
-    others = [run for run in read(out).get("runs", []) if {name: run[name] for name in key} != key]
-    info = run_info(packages=("verl", "ray", "transformer-engine", "megatron-bridge"), **more)
-    write(out, {"runs": [*others, key | {"made_on": info, "steps": steps}]})
+def record(out: Path, variant: dict, steps: list[dict], **more) -> None:
+    """Write a run, which replaces the run of the same `variant`; `more` are further fields of the run."""
+    name, old = title(variant), read(out)
+    info = variant | run_info(packages=("verl", "ray", "transformer-engine", "megatron-bridge"), **more)
+    others = [row for row in old.get("rows", []) if row["run"] != name]
+    rows = [*others, *(step | {"run": name} for step in steps)]
+    write(out, {"runs": old.get("runs", {}) | {name: info}, "rows": rows})
+
+
+def title(variant: dict) -> str:
+    """Return the name of a run: the variant of training and rollout, without the environment."""
+    kind = "aligned" if variant["aligned"] else "stock"
+    return f"{kind}: rollout TP {variant['rollout_tp']}, training {variant['training']}"
 
 
 def plot(out: Path) -> None:
     """Plot the runs of a result file to an SVG file beside it."""
-    runs = read(out).get("runs", [])
-    if not runs:
+    contents = read(out)
+    if not contents:
         return
     import matplotlib
 
@@ -318,16 +323,11 @@ def plot(out: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 3.5))
-    for each in runs:
-        label = (
-            f"{'aligned' if each['aligned'] else 'stock'}: rollout TP {each['rollout_tp']}, training {each['training']}"
-        )
-        if (ranks := each["made_on"]["ranks_per_gpu"]) > 1:
-            label += f" ({ranks} ranks per GPU)"
-        values = [step["training/rollout_probs_diff_max"] for step in each["steps"]]
-        axes.plot(
-            [step["step"] for step in each["steps"]], values, label=label, marker="." if each["aligned"] else None
-        )
+    for name, run_of in contents["runs"].items():
+        label = name + (f" ({ranks} ranks per GPU)" if (ranks := run_of["ranks_per_gpu"]) > 1 else "")
+        steps = [row for row in contents["rows"] if row["run"] == name]
+        values = [step["training/rollout_probs_diff_max"] for step in steps]
+        axes.plot([step["step"] for step in steps], values, label=label, marker="." if run_of["aligned"] else None)
     axes.set(xlabel="step", ylabel="training/rollout_probs_diff_max", ylim=(-0.02, None))
     axes.legend(fontsize=8)
     figure.tight_layout()

