@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from lib.models import MOE_SIZES, SIZES, random_lengths
 from lib.options import parser as options_parser
-from lib.results import H200, merge, read, run_info, run_name, write
+from lib.results import H200, distinct, merge, read, run_info, run_name, sources, stale, write
 
 from alignkit.check import plan
 from alignkit.check.plan import Row
@@ -271,6 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         lengths = random_lengths(workloads[model].prompts, workloads[model].longest)
         prompts[model] = draw_prompts(SIZES[options.size]["vocab"], 0, lengths)
+    with_stock = MODELS if options.only_stale else with_stock
     parts = {model: options.parts or (PARTS if model in with_stock else PARTS[:-1]) for model in options.models}
     if LONG in parts:
         parts[LONG] = [part for part in parts[LONG] if part in ("modes", "tp")]
@@ -283,6 +284,11 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         for model in options.models
     }
+    if options.only_stale:
+        found = distinct(stale(read(options.json), sources(), KEY), *KEY)
+        for model, planned in wanted.items():
+            wanted[model] = [r for r in planned if (model, r.dtype, r.rollout, r.training, r.patched) in found]
+        options.models = [model for model in options.models if wanted[model]]
     skipped = 0 if installed("transformer_engine") else remove_te(wanted)
     jobs, shapes = [], {}
     for model in options.models:

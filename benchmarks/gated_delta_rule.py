@@ -30,11 +30,12 @@ from dataclasses import dataclass
 import torch
 from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.results import H200, backend, merge, read, row_keys, run_info, run_name, with_sources, write
+from lib.results import H200, backend, merge, read, row_keys, run_info, run_name, stale, with_sources, write
 from lib.stopwatch import Stopwatch, copy_speed
 
 from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu
 
+MEASURED_OPS = ("gated_delta_rule",)
 KEY = ("b", "t", "h", "mode", "layout")
 MODES = ("none", "dht+dh0", "g", "gk", "g+gk")
 DIM = 128
@@ -52,6 +53,12 @@ class Case:
     def key(self) -> dict:
         layout = f"packed {self.sequences}" if self.sequences else "dense"
         return {"b": self.b, "t": self.t, "h": self.h, "mode": self.mode, "layout": layout}
+
+    @classmethod
+    def of(cls, row: dict) -> Case:
+        """Return the case of a row."""
+        sequences = row["layout"].partition("packed ")[2]
+        return cls(row["b"], row["t"], row["h"], row["mode"], int(sequences or 0))
 
 
 def cases(heads: list[int]) -> list[Case]:
@@ -182,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     speed = copy_speed(watch)
     name = run_name()
     info = run_info(
-        ops=["gated_delta_rule"],
+        ops=MEASURED_OPS,
         packages=["fla-core"],
         seconds=options.seconds,
         copy_tb_s=speed / 1e12,
@@ -191,6 +198,8 @@ def main(arguments: list[str] | None = None) -> int:
     old = read(options.json)
     measured = row_keys(with_sources(old, info["sources"]), KEY) if options.resume else set()
     remaining = [case for case in cases(options.heads) if tuple(case.key().values()) not in measured]
+    if options.only_stale:
+        remaining = [Case.of(row) for row in stale(old, info["sources"], KEY)]
     compile_peer(remaining)
     rows: list[dict] = []
     for case in remaining:

@@ -43,7 +43,7 @@ from pathlib import Path
 
 from lib.failures import MARK
 from lib.options import parser as options_parser
-from lib.results import H200, ROOT, merge, read, run_name, sources, with_sources, write
+from lib.results import H200, ROOT, distinct, merge, read, run_name, sources, stale, with_sources, write
 
 from alignkit.jobs.execute import stop
 from alignkit.jobs.terminal import interrupted_by_sigterm
@@ -68,6 +68,7 @@ SUITES = {
 
 The files of "ops" are distributed over the GPUs. Other suites use all GPUs, and run `AT_ONCE` files at a time.
 """
+KEY = ("suite",)
 AT_ONCE = {"megatron": 2}
 """Concurrent files of a suite; default: 1."""
 WITHOUT_A_GPU = ("_on_cpu.py", "_interpreted.py")
@@ -269,6 +270,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="time limit, after which all tests are stopped")
     options, rest = parser.parse_known_args(arguments)
     name, info, rows = run_name(), machine() | {"sources": sources()}, []
+    if options.only_stale:
+        found = distinct(stale(read(options.json), info["sources"], KEY), *KEY)
+        options.suites = [suite for suite in options.suites if (suite,) in found]
     old = with_sources(read(options.json), info["sources"])
     contents, lock, clock = old, threading.Lock(), Clock(options.minutes)
 
@@ -280,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             with lock:
                 rows.append(row)
-                contents = merge(old, name, info, rows, ("suite",))
+                contents = merge(old, name, info, rows, KEY)
                 write(options.json, contents)
 
     pool = ThreadPoolExecutor(len(LANES))

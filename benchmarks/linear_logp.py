@@ -46,7 +46,7 @@ from functools import cached_property, partial
 import torch
 from lib.options import parser as options_parser
 from lib.options import time_is_up
-from lib.results import H200, backend, merge, read, row_keys, run_info, run_name, with_sources, write
+from lib.results import H200, backend, distinct, merge, read, row_keys, run_info, run_name, stale, with_sources, write
 from lib.stopwatch import Stopwatch
 from torch.nn.functional import cross_entropy, linear
 
@@ -63,6 +63,7 @@ DIMENSIONS = (1024, 2048, 4096, 5120, 8192)
 VOCABULARIES = (32000, 128256, 151936, 262144)
 SHARDS = (1, 2, 4, 8)
 """Tensor-parallel sizes, by which the vocabulary is divided."""
+MEASURED_OPS = ("linear_logp",)
 KEY = ("n", "d", "v", "impl", "pass")
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl", "verl")
 CHUNK = 1 << 28
@@ -368,7 +369,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, device: torch.device):
         self.options, self.device, self.watch = options, device, Stopwatch(device)
         self.name = run_name()
-        self.info = run_info(ops=["linear_logp"], seconds=options.seconds, backend=backend(device))
+        self.info = run_info(ops=MEASURED_OPS, seconds=options.seconds, backend=backend(device))
         self.info["versions"] |= packages()
         self.old = read(options.json)
         self.rows: list[dict] = []
@@ -424,6 +425,12 @@ class Bench:
             )
             for size, passes in wanted
         ]
+        if self.options.only_stale:
+            rows = [row for row in stale(self.old, self.info["sources"], KEY) if row["impl"] in names]
+            remaining = [
+                (size, [(row["impl"], row["pass"]) for row in rows if (row["n"], row["d"], row["v"]) == size])
+                for size in distinct(rows, "n", "d", "v")
+            ]
         count = sum(len(mine) for _, mine in remaining)
         for size, mine in remaining:
             problem = Problem(size, self.device) if mine else None

@@ -40,13 +40,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.options import parser as options_parser
-from lib.results import H200, ROOT, merge, read, row_keys, run_name, sources, with_sources, write
+from lib.results import H200, ROOT, distinct, merge, read, row_keys, run_name, sources, stale, with_sources, write
 
 from alignkit.jobs.execute import stop
 from alignkit.jobs.terminal import interrupted_by_sigterm
 from alignkit.runtime import dispatch
 from alignkit.runtime.machine import gpus, machine
 
+MEASURED_OPS = tuple(sorted({*dispatch.OPS.values()}))
 KEY = ("tool", "tests", "part")
 TOOLS = ("racecheck", "memcheck", "initcheck")
 """Tools, slowest first."""
@@ -267,11 +268,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    name, info = run_name(), machine() | {"sources": sources(*{*dispatch.OPS.values()}), "examples": options.examples}
+    name, info = run_name(), machine() | {"sources": sources(*MEASURED_OPS), "examples": options.examples}
     contents = with_sources(read(options.json), info["sources"])
     clean = [row for row in contents.get("rows", []) if row["clean"]]
     done_keys = row_keys({"rows": clean}, KEY) if options.resume else set()
     waiting = [job for job in jobs(options) if (job.tool, job.tests, job.part) not in done_keys]
+    if options.only_stale:
+        found = distinct(stale(read(options.json), info["sources"], KEY), *KEY)
+        waiting = [job for job in waiting if (job.tool, job.tests, job.part) in found]
     end, rows = time.monotonic() + 60 * options.minutes, []
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for gpu in devices * options.at_once:

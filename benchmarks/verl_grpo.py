@@ -32,7 +32,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from lib.results import H200, ROOT, read, run_info, write
+from lib.options import add_only_stale
+from lib.results import H200, ROOT, distinct, read, run_info, sources, stale, write
 
 from alignkit.jobs.model import make_checkpoint
 from alignkit.runtime.machine import gpus, no_room
@@ -44,6 +45,7 @@ SMALL = MODEL | dict(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, int
 PAD, END = "<pad>", "<end>"
 SPECIAL = ("\n", "<|im_end|>", PAD, END)
 """Last words of the vocabulary; verl requires the first two, which end a turn of Qwen."""
+KEY = ("run", "step")
 METRICS = (
     "training/rollout",
     "rollout_corr/",
@@ -93,27 +95,33 @@ LAYOUTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["one"], help="parallel layouts to run")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="parallel layouts to run; default: one")
     parser.add_argument("--only", choices=("aligned", "stock"), help="run one of the two variants of each layout")
     parser.add_argument("--steps", type=int, default=20, help="training steps of each run")
     parser.add_argument("--small", action="store_true", help="use a small model with two layers")
     parser.add_argument("--layers", type=int, help="layers of the model; default: 28, or 2 with --small")
     parser.add_argument("--out", type=Path, default=H200 / "verl.jsonl")
     parser.add_argument("--timeout", type=float, default=1500, help="time limit of a run, in seconds")
+    add_only_stale(parser)
     parser.add_argument("overrides", nargs="*", help="overrides of verl's configuration")
     args = parser.parse_args()
+    if not args.layouts:
+        args.layouts = [name for name in LAYOUTS if not no_room(LAYOUTS[name].gpus)] if args.only_stale else ["one"]
     if problem := no_room(max(LAYOUTS[name].gpus for name in args.layouts)):
         parser.error(f"--layouts: {problem}")
     sizes = (SMALL if args.small else MODEL) | ({"layers": args.layers} if args.layers else {})
+    variants = [
+        (name, aligned)
+        for name in args.layouts
+        for aligned in (True, False)
+        if args.only in (None, "aligned" if aligned else "stock")
+    ]
+    if args.only_stale:
+        found = distinct(stale(read(args.out), sources(), KEY), "run")
+        variants = [each for each in variants if (title(variant(LAYOUTS[each[0]], each[1])),) in found]
     with tempfile.TemporaryDirectory() as folder:
         files = write_task(Path(folder), sizes)
-        failed = [
-            name
-            for name in args.layouts
-            for aligned in (True, False)
-            if args.only in (None, "aligned" if aligned else "stock")
-            and not run(args, LAYOUTS[name], aligned, sizes, *files)
-        ]
+        failed = [name for name, aligned in variants if not run(args, LAYOUTS[name], aligned, sizes, *files)]
     plot(args.out)
     sys.exit(f"failed: {', '.join(dict.fromkeys(failed))}" if failed else 0)
 
@@ -252,9 +260,8 @@ def run(
         return False
     log.unlink()
     metrics.unlink()
-    key = {"aligned": aligned, "rollout_tp": layout.rollout_tp, "training": layout.training}
     more = {"model": model_sizes, "overrides": args.overrides, "seconds": round(seconds)}
-    record(args.out, key, recorded, ranks_per_gpu=layout.ranks_per_gpu, **more)
+    record(args.out, variant(layout, aligned), recorded, ranks_per_gpu=layout.ranks_per_gpu, **more)
     return True
 
 
@@ -304,6 +311,11 @@ def record(out: Path, variant: dict, steps: list[dict], **more) -> None:
     others = [row for row in old.get("rows", []) if row["run"] != name]
     rows = [*others, *(step | {"run": name} for step in steps)]
     write(out, {"runs": old.get("runs", {}) | {name: info}, "rows": rows})
+
+
+def variant(layout: Layout, aligned: bool) -> dict:
+    """Return the fields of a run that `title` names."""
+    return {"aligned": aligned, "rollout_tp": layout.rollout_tp, "training": layout.training}
 
 
 def title(variant: dict) -> str:

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from lib.models import SIZES, random_lengths
 from lib.options import parser as options_parser
-from lib.results import H200, merge, read, run_info, run_name, write
+from lib.results import H200, distinct, merge, read, run_info, run_name, sources, stale, write
 
 from alignkit import bisect
 from alignkit.bisect import recording
@@ -295,6 +295,9 @@ def main(arguments: list[str] | None = None) -> int:
     planned = cases(wanted, options.ops)
     if options.resume:
         planned = remaining(planned, read(options.json))
+    if options.only_stale:
+        found = distinct(stale(read(options.json), sources(), KEY), *KEY)
+        planned = [case for case in planned if (case.name, case.op) in found]
     jobs = [job(name, common, out) for name in dict.fromkeys(n for case in planned for n in (case.a, case.b))]
     jobs.sort(key=lambda each: each.name != COMPILED)  # the longest job first
     info = run_info(

