@@ -410,6 +410,9 @@ class Bench:
 
     def run(self, wanted: list[tuple[Shape, tuple[str, ...]]], names: list[str]) -> None:
         began = time.monotonic()
+        rows = stale(self.old, self.info["sources"], KEY)
+        if self.options.only_stale:
+            names = [name for name in names if name in {row["impl"] for row in rows}]
         names = [name for name in names if self.can_import(name)]
         fresh = [row for row in with_sources(self.old, self.info["sources"])["rows"] if "error" not in row]
         measured = row_keys({"rows": fresh}, KEY) if self.options.resume else set()
@@ -426,7 +429,7 @@ class Bench:
             for size, passes in wanted
         ]
         if self.options.only_stale:
-            rows = [row for row in stale(self.old, self.info["sources"], KEY) if row["impl"] in names]
+            rows = [row for row in rows if row["impl"] in names]
             remaining = [
                 (size, [(row["impl"], row["pass"]) for row in rows if (row["n"], row["d"], row["v"]) == size])
                 for size in distinct(rows, "n", "d", "v")
