@@ -15,11 +15,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
 
 from lib import results as files
 from lib import spread
+from lib.pivot import joined, last, markdown, pivot
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -68,6 +70,7 @@ DRIFT_POINTS = tuple(f"layers.0.{point}" for point in ("input_norm", "q", "q_nor
 """Points within a layer that the table of growth shows."""
 MATMUL_SMALL_M = 256
 """Largest M of the table of skinny GEMMs."""
+LOGP_HEADS = ("forward", "MiB", "forward + backward", "MiB", "error", "gradient error")
 LOGP_PASSES = ("forward", "forward_backward")
 LOGP_SHAPES = ((4096, 4096, 128256), (4096, 2048, 151936), (8192, 5120, 151936))
 LOGP_LINES = (("n", {"d": 4096, "v": 151936}), ("v", {"n": 4096, "d": 4096}))
@@ -78,38 +81,28 @@ STOCK, ALIGNED, GREY = "#c2410c", "#1d4ed8", "#9ca3af"
 def check(rows: list[dict], run: dict) -> str:
     """Return a line for each pair of the drift check, stock and patched."""
     by_pair = {(r.get("model", ""), r["dtype"], r["rollout"], r["training"], r["patched"]): r for r in rows}
-    lines = [
-        "| dtype | rollout (vLLM) | training (Megatron-core) | stock: bit-equal | max abs difference "
-        "| aligned: bit-equal |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = ["dtype", "rollout (vLLM)", "training (Megatron-core)"]
+    heads += ["stock: bit-equal", "max abs difference", "aligned: bit-equal"]
+    lines = []
     for (model, dtype, rollout, training, patched), row in by_pair.items():
-        if not patched:
-            continue
-        stock = by_pair[model, dtype, rollout, training, False]
-        lines.append(
-            f"| {dtype}{f', {model}' if model else ''} | {rollout} | {training} "
-            f"| {stock['bit_equal']} of {stock['tokens']} | {stock['max_abs']:.1e} "
-            f"| **{row['bit_equal']} of {row['tokens']}** |"
-        )
-    return "\n".join([_caption([run]), "", *lines])
+        if patched:
+            stock = by_pair[model, dtype, rollout, training, False]
+            cells = [f"{dtype}{f', {model}' if model else ''}", rollout, training, _equal([stock])]
+            lines.append([*cells, f"{stock['max_abs']:.1e}", f"**{_equal([row])}**"])
+    return "\n".join([_caption([run]), "", *markdown(heads, lines)])
 
 
 def check_summary(rows: list[dict], run: dict) -> str:
     """Return a line for each model and dtype of the drift check, over all pairs of rollout and training."""
-    lines = [
-        "| dtype | pairs of rollout and training | stock: bit-equal | max abs difference | aligned: bit-equal |",
-        "|---|---|---|---|---|",
-    ]
+    heads = ["dtype", "pairs of rollout and training", "stock: bit-equal", "max abs difference", "aligned: bit-equal"]
+    lines = []
     for model, dtype in dict.fromkeys((row.get("model", ""), row["dtype"]) for row in rows):
         mine = [row for row in rows if (row.get("model", ""), row["dtype"]) == (model, dtype)]
         stock, patched = ([row for row in mine if row["patched"] is on] for on in (False, True))
-        difference = max(row["max_abs"] for row in stock)
-        lines.append(
-            f"| {dtype}{f', {model}' if model else ''} | {len(patched)} | {_equal(stock)} | {difference:.1e} "
-            f"| **{_equal(patched)}** |"
-        )
-    return "\n".join([_caption([run]), "", *lines])
+        difference = f"{max(row['max_abs'] for row in stock):.1e}"
+        name = f"{dtype}{f', {model}' if model else ''}"
+        lines.append([name, len(patched), _equal(stock), difference, f"**{_equal(patched)}**"])
+    return "\n".join([_caption([run]), "", *markdown(heads, lines)])
 
 
 def _sources(run: dict) -> tuple:
@@ -137,12 +130,11 @@ def by_run(results: dict, same: Callable[[dict], Hashable] = _sources) -> list[d
 
 def gpu_test(results: dict) -> str:
     """Return a line for each suite."""
-    lines = ["| suite | passed | failed | skipped | minutes |", "|---|---|---|---|---|"]
+    lines = []
     for row in sorted(results["rows"], key=lambda row: row["suite"]):
-        counts = [str(row[k]) for k in ("passed", "failed", "skipped")]
         suite = row["suite"] + (" (incomplete)" if row.get("cut") else "")
-        lines.append(f"| {suite} | {' | '.join(counts)} | {row['seconds'] / 60:.1f} |")
-    return "\n".join(lines)
+        lines.append([suite, row["passed"], row["failed"], row["skipped"], f"{row['seconds'] / 60:.1f}"])
+    return "\n".join(markdown(["suite", "passed", "failed", "skipped", "minutes"], lines))
 
 
 VERL = (
@@ -153,10 +145,8 @@ VERL = (
 
 def verl(results: dict) -> str:
     """Return a line for each run: the range of verl's metrics over all steps."""
-    lines = [
-        f"| rollout | training | `external_lib` | steps | {' | '.join(f'`{name}`' for name in VERL)} | environment |",
-        "|---" * (5 + len(VERL)) + "|",
-    ]
+    heads = ["rollout", "training", "`external_lib`", "steps", *(f"`{name}`" for name in VERL), "environment"]
+    lines = []
     for run_name, run in results["runs"].items():
         steps, cells = [row for row in results["rows"] if row["run"] == run_name], []
         for name in VERL:
@@ -165,29 +155,23 @@ def verl(results: dict) -> str:
             constant = len(set(values)) == 1
             cells.append(f"**{values[0]:g}**" if constant else " to ".join(limits))
         where = f"{_devices(run)}, {run['model']['layers']} layers, commit {run['commit'][:7]}, {run['date']}"
-        start = f"TP {run['rollout_tp']} | {run['training']} | {'set' if run['aligned'] else 'unset'}"
-        lines.append(f"| {start} | {len(steps)} | {' | '.join(cells)} | {where} |")
-    return "\n".join(lines)
+        start = f"TP {run['rollout_tp']}", run["training"], "set" if run["aligned"] else "unset", len(steps)
+        lines.append([*start, *cells, where])
+    return "\n".join(markdown(heads, lines))
 
 
 def versions(results: dict) -> str:
     """Return a line for each tested combination of versions, with the tested commit."""
     runs, order = results["runs"], ("device", "vllm", "megatron")
-    lines = [
-        "| vLLM | Megatron-core | device | Python, torch | pairs of rollout and training | logprobs bit-equal "
-        "| commit, date |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = ["vLLM", "Megatron-core", "device", "Python, torch", "pairs of rollout and training", "logprobs bit-equal"]
+    lines = []
     for row in sorted(results["rows"], key=lambda row: [row[k] for k in order]):
         run = runs[row["run"]]
         equal = row["tokens"] and row["bit_equal"] == row["tokens"] and not row["failed"]
-        counts = f"{row['bit_equal']} of {row['tokens']}"
-        parts = [f"**{counts}**" if equal else counts] + [f"{name} failed" for name in row["failed"]]
-        lines.append(
-            f"| {row['vllm']} | {row['megatron']} | {row['device']} | {row['python']}, {row['torch']} "
-            f"| {len(row['pairs'])} | {'; '.join(parts)} | {run['commit'][:7]}, {run['date']} |"
-        )
-    return "\n".join(lines)
+        parts = [f"**{_equal([row])}**" if equal else _equal([row])] + [f"{name} failed" for name in row["failed"]]
+        cells = [row["vllm"], row["megatron"], row["device"], f"{row['python']}, {row['torch']}", len(row["pairs"])]
+        lines.append([*cells, "; ".join(parts), f"{run['commit'][:7]}, {run['date']}"])
+    return "\n".join(markdown([*heads, "commit, date"], lines))
 
 
 def e2e(results: dict) -> str:
@@ -204,12 +188,12 @@ def e2e(results: dict) -> str:
     has_routing = any("routed" in row for row in results["rows"])
     titles = ["model", "rollout (vLLM)", "trainings (Megatron-core)", "aligned: bit-equal", "stock: bit-equal"]
     titles += ["stock: max abs difference"] + ["aligned: rerouted tokens", "stock: rerouted tokens"] * has_routing
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    body = []
     for (model, rollout), by_side in sorted(groups.items(), key=lambda item: _order(*item[0])):
         aligned, stock = by_side[True], by_side[False]
         cells = [model, ROLLOUTS.get(rollout, rollout), _trainings(aligned or stock), _both(aligned, stock)]
-        cells += [_rerouted(aligned), _rerouted(stock)] * has_routing
-        lines.append(f"| {' | '.join(cells)} |")
+        body.append(cells + [_rerouted(aligned), _rerouted(stock)] * has_routing)
+    lines = markdown(titles, body)
     models = {name: sizes for run in results.get("runs", {}).values() for name, sizes in run.get("models", {}).items()}
     for name, sizes in models.items():
         if sizes.get("experts"):
@@ -223,18 +207,16 @@ def e2e(results: dict) -> str:
 
 def bits(results: dict) -> str:
     """Return a line for each model, over all its rollouts and trainings under the newest contract."""
-    lines = [
-        "| model | rollouts (vLLM) | trainings (Megatron-core) | pairs | aligned: bit-equal | stock: bit-equal |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = ["model", "rollouts (vLLM)", "trainings (Megatron-core)", "pairs", "aligned: bit-equal", "stock: bit-equal"]
+    lines = []
     newest = by_run(results, _contract)[0]
     for model in sorted({row["model"] for row in newest["rows"]}):
         rows = [row for row in newest["rows"] if row["model"] == model]
         aligned, stock = ([row for row in rows if row["patched"] is patched] for patched in (True, False))
         cells = [model, _kinds(rows, "rollout", ("tp", "dp")), _kinds(rows, "training", ("tp", "ep", "pp", "cp"))]
         cells += [str(len(aligned)), f"**{_equal(aligned)}**" if aligned else "", _equal(stock) if stock else ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([_caption(newest["runs"].values()), "", *lines])
+        lines.append(cells)
+    return "\n".join([_caption(newest["runs"].values()), "", *markdown(heads, lines)])
 
 
 def _contract(run: dict) -> str:
@@ -276,7 +258,7 @@ SPEEDS = ("rms_norm",)
 
 def kernels(read: Callable[[str], dict | None]) -> str:
     """Return a line for each kernel of `KERNELS`: the distribution of its time over its peer's on the same problems."""
-    lines = ["| kernel | compared with | problems | median | 95th percentile | largest |", "|---|---|---|---|---|---|"]
+    lines = []
     runs: dict[str, dict] = {}
     for title, name, fields, peer in KERNELS:
         results = read(f"h200/{name}.jsonl")
@@ -294,9 +276,9 @@ def kernels(read: Callable[[str], dict | None]) -> str:
         if ratios:
             runs |= {row["run"]: newest["runs"][row["run"]] for row in rows}
             p95 = ratios[math.ceil(0.95 * len(ratios)) - 1]
-            cells = [title, peer, str(len(ratios)), f"**{median(ratios):.2f}**", f"{p95:.2f}", f"{ratios[-1]:.2f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([_caption(runs.values()), "", *lines]) if runs else ""
+            lines.append([title, peer, len(ratios), f"**{median(ratios):.2f}**", f"{p95:.2f}", f"{ratios[-1]:.2f}"])
+    heads = ["kernel", "compared with", "problems", "median", "95th percentile", "largest"]
+    return "\n".join([_caption(runs.values()), "", *markdown(heads, lines)]) if runs else ""
 
 
 def _within(value: object, wanted: object) -> bool:
@@ -372,16 +354,14 @@ def layouts(results: dict) -> str:
             tp = f"TP {row['training_tp']}{' SP' if row['sequence_parallel'] else ''}"
             key = row["model"], SPECS[row["spec"]], tp, row["pp"], row["cp"]
             groups.setdefault(key, {True: [], False: []})[row["patched"]].append(row)
-    lines = [
-        "| model | layer spec | TP | PP | CP | micro-batches | aligned: bit-equal | stock: bit-equal "
-        "| stock: max abs difference |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["model", "layer spec", "TP", "PP", "CP", "micro-batches"]
+    heads += ["aligned: bit-equal", "stock: bit-equal", "stock: max abs difference"]
+    lines = []
     for (model, spec, tp, pp, cp), by_side in sorted(groups.items()):
         aligned, stock = by_side[True], by_side[False]
         modes = dict.fromkeys(row["training"].rpartition("-")[2] for row in aligned or stock)
-        lines.append(f"| {model} | {spec} | {tp} | {pp} | {cp} | {', '.join(modes)} | {_both(aligned, stock)} |")
-    return "\n".join(lines) if groups else ""
+        lines.append([model, spec, tp, pp, cp, ", ".join(modes), _both(aligned, stock)])
+    return "\n".join(markdown(heads, lines)) if groups else ""
 
 
 def _plain(row: dict) -> bool:
@@ -447,7 +427,7 @@ def cost(results: dict) -> str:
     if with_te:
         tables.append([f"| | {ENGINES['stock_te']} | {ENGINES['aligned_te']} |", "|---|---|---|", *with_te])
     tables.append(_beside_hugging_face(cases))
-    return "\n\n".join("\n".join(table) for table in tables if table)
+    return joined(filter(None, tables))
 
 
 def _beside_hugging_face(cases: dict[tuple[str, str, str], dict[str, dict]]) -> list[str]:
@@ -527,7 +507,7 @@ def long(results: dict) -> str:
                 *[f"stock: {unit}"] * has_stock,
                 *(name if has_stock else f"{name}: {unit}, relative to stock" for name in names),
             ]
-        lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        body = []
         for (requests, prompt), row in by_cell.items():
             stock = row.get("stock", {})
             cells = [f"{requests} x {prompt}", *[_cell(stock, "decode_tok_s", "{:.0f}")] * has_stock]
@@ -539,8 +519,8 @@ def long(results: dict) -> str:
             for engine in engines:
                 mine = row.get(engine, {})
                 cells.append(_relative_time(mine.get("x_prefill"), mine.get("prefill_seconds", []), _bold(engine)))
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
+            body.append(cells)
+        lines += [*markdown(heads, body), ""]
     starts: dict[str, float] = {}
     for run in results["runs"].values():
         for name, engine in run.get("engines", {}).items():
@@ -558,13 +538,8 @@ def where_drift(results: dict) -> str:
     """Return three tables: the pairs, the growth of the difference through the model, and the effect of each op."""
     rows = {(r["case"], r["op"]): r for r in results["rows"]}
     pairs = {name: rows[name, ""] for name in DRIFT_PAIRS if (name, "") in rows}
-    lines = [
-        "| pair | first point that differs | tokens that differ there | logprobs equal | mean difference "
-        "| largest difference |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, row in pairs.items():
-        lines.append(f"| {DRIFT_PAIRS[name]} | {' | '.join(_drift(row))} |")
+    heads = ["pair", "first point that differs", "tokens that differ there", "logprobs equal", "mean difference"]
+    lines = markdown([*heads, "largest difference"], [[DRIFT_PAIRS[name], *_drift(row)] for name, row in pairs.items()])
     parts = ["\n".join(lines), _growth({k: r for k, r in pairs.items() if r.get("points")}), _ops_of_drift(rows)]
     return "\n\n".join(filter(None, parts))
 
@@ -591,10 +566,9 @@ def _growth(pairs: dict[str, dict]) -> str:
         for name in dict.fromkeys(name for points in by_pair.values() for name in points)
         if name in DRIFT_POINTS or name.endswith(".residual") or not name.startswith("layers.")
     ]
-    lines = [f"| point | {' | '.join(DRIFT_PAIRS[name] for name in pairs)} |", "|---" * (len(pairs) + 1) + "|"]
-    for name in shown:
-        lines.append(f"| `{name}` | {' | '.join(_size(points.get(name)) for points in by_pair.values())} |")
-    return "\n".join(lines)
+    heads = ["point", *(DRIFT_PAIRS[name] for name in pairs)]
+    body = [[f"`{name}`", *(_size(points.get(name)) for points in by_pair.values())] for name in shown]
+    return "\n".join(markdown(heads, body))
 
 
 def _size(point: dict | None) -> str:
@@ -663,10 +637,7 @@ def linear_logp(results: dict) -> str:
         if not impls:
             continue
         n, d, v = size
-        lines += [
-            f"| n={n}, d={d}, v={v} | forward | MiB | forward + backward | MiB | error | gradient error |",
-            "|---|---|---|---|---|---|---|",
-        ]
+        heads, cells_of = [f"n={n}, d={d}, v={v}", *LOGP_HEADS], []
         for impl in impls:
             forward, both = (rows.get((*size, impl, p), {}) for p in LOGP_PASSES)
             times = f"{forward['ms']:.2f} ms" if impl == "gemm" else _cell(forward, "x", "{:.2f}x")
@@ -679,17 +650,29 @@ def linear_logp(results: dict) -> str:
                 _cell(forward or both, "err", "{:.1e}"),
                 _cell(both, "err_grad", "{:.1e}"),
             ]
-            lines.append(f"| {' | '.join(f'**{c}**' if c and impl.startswith('alignkit') else c for c in cells)} |")
-        lines.append("")
+            cells_of.append([f"**{c}**" if c and impl.startswith("alignkit") else c for c in cells])
+        lines += [*markdown(heads, cells_of), ""]
     decode = [r for r in measured if r["pass"] == "decode"]
     impls = [impl for impl in dict.fromkeys(r["impl"] for r in decode) if impl != "copy"]
     for d, v in dict.fromkeys((r["d"], r["v"]) for r in decode):
-        lines += [f"| decode, d={d}, v={v} | read of the head | {' | '.join(impls)} |", "|---" * (len(impls) + 2) + "|"]
-        for n in sorted({r["n"] for r in decode if (r["d"], r["v"]) == (d, v)}):
-            by_impl = [rows.get((n, d, v, impl, "decode"), {}) for impl in ("copy", *impls)]
-            cells = [_cell(by_impl[0], "ms", "{:.3f} ms"), *(_cell(row, "x_copy", "{:.2f}x") for row in by_impl[1:])]
-            lines.append(f"| n={n} | {' | '.join(cells)} |")
-        lines.append("")
+        lines += [
+            *pivot(
+                [row for row in decode if (row["d"], row["v"]) == (d, v)],
+                [f"decode, d={d}, v={v}"],
+                ("n",),
+                "impl",
+                last(
+                    lambda row: (
+                        _cell(row, "ms", "{:.3f} ms") if row["impl"] == "copy" else _cell(row, "x_copy", "{:.2f}x")
+                    )
+                ),
+                show=lambda n: [f"n={n}"],
+                title=lambda impl: "read of the head" if impl == "copy" else impl,
+                lines=sorted,
+                columns=lambda _: ["copy", *impls],
+            ),
+            "",
+        ]
     return "\n".join(lines).rstrip()
 
 
@@ -699,15 +682,17 @@ def _cell(row: dict, key: str, text: str) -> str:
 
 def gdn_bwd_dhu(results: dict) -> str:
     """Return a line for each mode and layout and one for all, with a column for each number of heads."""
-    heads = sorted({r["h"] for r in results["rows"]})
-    groups: dict[tuple[str, str], list[dict]] = {}
-    for row in results["rows"]:
-        groups.setdefault((row["mode"], row["layout"].partition(" ")[0]), []).append(row)
-    groups["all", ""] = results["rows"]
-    lines = [f"| gates, states | sequences | {' | '.join(f'H={h}' for h in heads)} |", "|---" * (len(heads) + 2) + "|"]
-    for (mode, layout), rows in groups.items():
-        cells = [_speedup([r for r in rows if r["h"] == h]) for h in heads]
-        lines.append(f"| {mode} | {layout} | {' | '.join(cells)} |")
+    rows = [row | {"layout": row["layout"].partition(" ")[0]} for row in results["rows"]]
+    rows += [row | {"mode": "all", "layout": ""} for row in rows]
+    lines = pivot(
+        rows,
+        ["gates, states", "sequences"],
+        ("mode", "layout"),
+        "h",
+        lambda found, _: _speedup(found),
+        title="H={}".format,
+        columns=sorted,
+    )
     return "\n".join(lines)
 
 
@@ -723,60 +708,64 @@ def _speedup(rows: list[dict]) -> str:
 def rms_norm(results: dict) -> str:
     """Return a table for each pass, with a line for each case and a column for each implementation."""
     impls = list(dict.fromkeys(r["impl"] for r in results["rows"]))
-    lines = []
-    for pass_name in dict.fromkeys(r["pass"] for r in results["rows"]):
-        ratios: dict[tuple, dict[str, float]] = {}
-        for r in results["rows"]:
-            if r["pass"] == pass_name:
-                ratios.setdefault((r["case"], r["m"], r["n"]), {})[r["impl"]] = r["x"]
-        lines += [
-            f"| {pass_name.replace('_', ', ')} | rows | H | {' | '.join(impls)} |",
-            "|---" * (len(impls) + 3) + "|",
-        ]
-        for (case, m, n), x in ratios.items():
-            cells = ["" if i not in x else f"**{x[i]:.2f}**" if i == "alignkit" else f"{x[i]:.2f}" for i in impls]
-            lines.append(f"| {case} | {m} | {n} | {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines).rstrip()
+
+    def ratio(row: dict) -> str:
+        return f"**{row['x']:.2f}**" if row["impl"] == "alignkit" else f"{row['x']:.2f}"
+
+    tables = [
+        pivot(
+            [row for row in results["rows"] if row["pass"] == pass_name],
+            [pass_name.replace("_", ", "), "rows", "H"],
+            ("case", "m", "n"),
+            "impl",
+            last(ratio),
+            columns=lambda _: impls,
+        )
+        for pass_name in dict.fromkeys(r["pass"] for r in results["rows"])
+    ]
+    return joined(tables)
 
 
 def qk_norm_rope(results: dict) -> str:
     """Return a table for each pass, with a line for each problem: alignkit's time, and the others relative to it."""
-    lines = []
-    for pass_name in dict.fromkeys(r["pass"] for r in results["rows"]):
-        times_by_problem: dict[tuple, dict[str, float]] = {}
-        for r in results["rows"]:
-            if r["pass"] == pass_name:
-                problem = tuple(r[key] for key in ("heads", "kv_heads", "head_dim", "rotary_dim", "tokens"))
-                times_by_problem.setdefault(problem, {})[r["impl"]] = r["us"]
-        ours, *others = dict.fromkeys(impl for us in times_by_problem.values() for impl in us)
-        titles = ours, *(f"{impl.removeprefix(f'{ours}, ')} / {ours}" for impl in others)
-        lines += [
-            f"| {pass_name.replace('_', ', ')} | tokens | {' | '.join(titles)} |",
-            "|---" * (len(titles) + 2) + "|",
-        ]
-        for (heads, kv_heads, dim, rotary, tokens), us in times_by_problem.items():
-            shape = f"{heads}/{kv_heads} heads of {dim}" + (f", {rotary} rotated" if rotary < dim else "")
-            times = ["" if i not in us else f"{us[i] / us[ours]:.2f}" for i in others]
-            lines.append(f"| {shape} | {tokens} | {us[ours]:.1f} us | {' | '.join(times)} |")
-        lines.append("")
-    return "\n".join(lines).rstrip()
+    ours = "alignkit"
+
+    def problem(heads: int, kv_heads: int, dim: int, rotary: int, tokens: int) -> tuple[str, int]:
+        return f"{heads}/{kv_heads} heads of {dim}" + (f", {rotary} rotated" if rotary < dim else ""), tokens
+
+    def time(rows: list[dict], line: dict[str, list[dict]]) -> str:
+        us = rows[-1]["us"]
+        return f"{us:.1f} us" if rows[-1]["impl"] == ours else f"{us / line[ours][-1]['us']:.2f}"
+
+    tables = [
+        pivot(
+            [row for row in results["rows"] if row["pass"] == pass_name],
+            [pass_name.replace("_", ", "), "tokens"],
+            ("heads", "kv_heads", "head_dim", "rotary_dim", "tokens"),
+            "impl",
+            time,
+            show=problem,
+            title=lambda impl: impl if impl == ours else f"{impl.removeprefix(f'{ours}, ')} / {ours}",
+        )
+        for pass_name in dict.fromkeys(r["pass"] for r in results["rows"])
+    ]
+    return joined(tables)
 
 
 def tree_sum(results: dict) -> str:
     """Return a table for each collective and number of ranks, with a line for each implementation."""
-    lines = []
-    for case, ranks in dict.fromkeys((r["case"], r["pass"]) for r in results["rows"]):
-        rows = {(r["impl"], r["m"]): r for r in results["rows"] if (r["case"], r["pass"]) == (case, ranks)}
-        sizes = list(dict.fromkeys(m for _, m in rows))
-        titles = " | ".join(f"{m >> 10} KiB" if m < 1 << 20 else f"{m >> 20} MiB" for m in sizes)
-        lines += [f"| {case}, {ranks} | {titles} |", "|---" * (len(sizes) + 1) + "|"]
-        for impl in dict.fromkeys(impl for impl, _ in rows):
-            by_size = [rows.get((impl, m)) for m in sizes]
-            cells = [f"{row['ms'] * 1e3:.1f} ({row['x']:.2f})" if row else "" for row in by_size]
-            lines.append(f"| {impl} | {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines).rstrip()
+    tables = [
+        pivot(
+            [row for row in results["rows"] if (row["case"], row["pass"]) == (case, ranks)],
+            [f"{case}, {ranks}"],
+            ("impl",),
+            "m",
+            last(lambda row: f"{row['ms'] * 1e3:.1f} ({row['x']:.2f})"),
+            title=lambda m: f"{m >> 10} KiB" if m < 1 << 20 else f"{m >> 20} MiB",
+        )
+        for case, ranks in dict.fromkeys((r["case"], r["pass"]) for r in results["rows"])
+    ]
+    return joined(tables)
 
 
 def moe(results: dict) -> str:
@@ -785,18 +774,16 @@ def moe(results: dict) -> str:
     Rows of whole engines belong to `long`.
     """
     rows = [r for r in results["rows"] if "impl" in r]
-    impls = list(dict.fromkeys(r["impl"] for r in rows))
-    by_case: dict[tuple, dict[str, dict]] = {}
-    for r in rows:
-        by_case.setdefault((r["tokens"], r["pass"], r["routing"]), {})[r["impl"]] = r
-    lines = [f"| tokens | pass | routing | {' | '.join(impls)} |", "|---" * (len(impls) + 3) + "|"]
-    for (tokens, pass_name, routing), row in sorted(by_case.items()):
-        cells = [
-            "" if i not in row else f"{_three(row[i]['us'])}" + (f" ({row[i]['tflops']:.0f})" if tokens >= 1024 else "")
-            for i in impls
-        ]
-        lines.append(f"| {tokens} | {pass_name.replace('_', ' ')} | {routing} | {' | '.join(cells)} |")
-    return "\n".join(lines) if by_case else ""
+    lines = pivot(
+        rows,
+        ["tokens", "pass", "routing"],
+        ("tokens", "pass", "routing"),
+        "impl",
+        last(lambda row: _three(row["us"]) + (f" ({row['tflops']:.0f})" if row["tokens"] >= 1024 else "")),
+        show=lambda tokens, pass_name, routing: (tokens, pass_name.replace("_", " "), routing),
+        lines=sorted,
+    )
+    return "\n".join(lines) if rows else ""
 
 
 def attention(results: dict) -> str:
@@ -804,31 +791,38 @@ def attention(results: dict) -> str:
 
     The first has a line for each head shape and number of requests; the second one for each case and pass.
     """
-    rows = results["rows"]
+    rows, lines = results["rows"], []
     decode = [r for r in rows if r["pass"] == "decode" and r["impl"] == "alignkit"]
-    lines = []
     if decode:
-        contexts = sorted({r["context"] for r in decode})
-        lines += [f"| heads | requests | {' | '.join(map(str, contexts))} |", "|---" * (len(contexts) + 2) + "|"]
-        by_key = {(r["heads"], r["kv_heads"], r["batch"], r["context"]): r for r in decode}
-        for heads, kv_heads, batch in sorted({key[:3] for key in by_key}):
-            found = (by_key.get((heads, kv_heads, batch, context)) for context in contexts)
-            cells = ["" if r is None else f"{_ratio(r['x'])} ({r['us']:.0f})" for r in found]
-            lines.append(f"| {heads}/{kv_heads} | {batch} | {' | '.join(cells)} |")
+        lines += pivot(
+            decode,
+            ["heads", "requests"],
+            ("heads", "kv_heads", "batch"),
+            "context",
+            last(lambda row: f"{_ratio(row['x'])} ({row['us']:.0f})"),
+            show=lambda heads, kv_heads, batch: (f"{heads}/{kv_heads}", batch),
+            lines=sorted,
+            columns=sorted,
+        )
         ratios = [r["x"] for r in decode if r["x"]]
         if ratios:
             lines += ["", f"Geometric mean {geometric_mean(ratios):.2f}, largest {max(ratios):.2f}."]
-    packed: dict[tuple, dict[str, dict]] = {}
-    for r in rows:
-        if r["pass"] != "decode":
-            case = f"{r['batch']} random, {r['context']} in total" if r["drawn"] else f"{r['batch']} x {r['context']}"
-            packed.setdefault((r["pass"], r["head_dim"], case), {})[r["impl"]] = r
-    impls = list(dict.fromkeys(impl for found in packed.values() for impl in found))
+
+    def case(row: dict) -> str:
+        return f"{row['batch']} " + (f"random, {row['context']} in total" if row["drawn"] else f"x {row['context']}")
+
+    packed = [r for r in rows if r["pass"] != "decode"]
     if packed:
-        lines += ["", f"| pass | head_dim | sequences | {' | '.join(impls)} |", "|---" * (len(impls) + 3) + "|"]
-    for (pass_name, dim, case), found in packed.items():
-        cells = ["" if i not in found else f"{_ratio(found[i]['x'])} ({found[i]['tflops']:.0f})" for i in impls]
-        lines.append(f"| {pass_name.replace('_', ' and ')} | {dim} | {case} | {' | '.join(cells)} |")
+        lines += [
+            "",
+            *pivot(
+                packed,
+                ["pass", "head_dim", "sequences"],
+                lambda row: (row["pass"].replace("_", " and "), row["head_dim"], case(row)),
+                "impl",
+                last(lambda row: f"{_ratio(row['x'])} ({row['tflops']:.0f})"),
+            ),
+        ]
     return "\n".join(lines).strip()
 
 
@@ -849,23 +843,30 @@ def matmul(results: dict) -> str:
         "larger M": [r for r in forward if r["m"] > MATMUL_SMALL_M],
         "gradients": [r for r in rows if r["pass"] != "forward"],
     }
+
+    def labels(row: dict) -> list[str]:
+        return [f"{row['impl']}: mean", f"{row['impl']}: largest"] + [row["case"]] * (row["impl"] == "alignkit")
+
+    def reduced(rows: list[dict], _: dict) -> str:
+        ratios = [row["x"] for row in rows]
+        return f"{max(ratios) if rows[0]['label'].endswith('largest') else geometric_mean(ratios):.2f}"
+
     lines = []
-    for title, group in groups.items():
-        columns = sorted({(r["pass"], r["m"]) for r in group})
-        if not columns:
-            continue
-        heads = [str(m) if pass_name == "forward" else f"{pass_name}, {m}" for pass_name, m in columns]
-        lines += [f"| {title} | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
-        ratios: dict[str, dict[tuple[str, int], list[float]]] = {}
-        for r in group:
-            labels = [f"{r['impl']}: mean", f"{r['impl']}: largest"] + [r["case"]] * (r["impl"] == "alignkit")
-            for label in labels:
-                ratios.setdefault(label, {}).setdefault((r["pass"], r["m"]), []).append(r["x"])
-        for label in sorted(ratios, key=lambda label: (":" in label, not label.startswith("alignkit"))):
-            reduce = max if label.endswith("largest") else geometric_mean
-            cells = [f"{reduce(ratios[label][column]):.2f}" if column in ratios[label] else "" for column in columns]
-            lines.append(f"| {label} | {' | '.join(cells)} |")
-        lines.append("")
+    for name, group in groups.items():
+        if group:
+            lines += [
+                *pivot(
+                    [row | {"label": label} for row in group for label in labels(row)],
+                    [name],
+                    ("label",),
+                    ("pass", "m"),
+                    reduced,
+                    title=lambda column: str(column[1]) if column[0] == "forward" else "{}, {}".format(*column),
+                    lines=partial(sorted, key=lambda line: (":" in line[0], not line[0].startswith("alignkit"))),
+                    columns=sorted,
+                ),
+                "",
+            ]
     for seed in sorted({r["draw"] for r in compared if r.get("draw") is not None}):
         found = [r for r in compared if r.get("draw") == seed and r["impl"] == "alignkit"]
         lines += [f"Random GEMMs, seed {seed}:", "", spread.tables(found), ""] if found else []
@@ -880,10 +881,6 @@ def profile(results: dict) -> str:
         cases.setdefault((row["what"], row["case"]), {})[row["engine"]] = row
     for (what, case), by_engine in cases.items():
         engines = [engine for engine in ENGINES if engine in by_engine]
-        lines += [
-            f"| {what}, {case}: ms | {' | '.join(ENGINES[e] for e in engines)} |",
-            "|---" * (len(engines) + 1) + "|",
-        ]
         families = sorted(
             dict.fromkeys(family for engine in engines for family in by_engine[engine]["families"]),
             key=lambda family: family == "other",
@@ -893,7 +890,8 @@ def profile(results: dict) -> str:
             "all kernels": [by_engine[e]["gpu_ms"] for e in engines],
             "elapsed": [by_engine[e]["wall_ms"] for e in engines],
         }
-        lines += [f"| {name} | {' | '.join(_three(v) for v in values)} |" for name, values in cells.items()] + [""]
+        heads = [f"{what}, {case}: ms", *(ENGINES[e] for e in engines)]
+        lines += [*markdown(heads, [[name, *map(_three, values)] for name, values in cells.items()]), ""]
     return "\n".join(lines).rstrip()
 
 
