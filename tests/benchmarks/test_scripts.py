@@ -1836,6 +1836,13 @@ def test_sources_of_the_package(module, monkeypatch, tmp_path):
     (a, b), c = base, ("csrc/b.cu", "2")
     changed = [(("alignkit/ops/a.py", "2"), b), (("alignkit/ops/b.py", "1"), b), (a, c), (a,)]
     assert len({digest(*files) for files in (base, *changed)}) == 5
+    shared = [("alignkit/ops/norm/__init__.py", "from ..inputs import check"), ("alignkit/ops/inputs.py", "1")]
+    shared.append(("alignkit/ops/other/__init__.py", "2"))
+    digests = set()
+    for files in (shared, [shared[0], ("alignkit/ops/inputs.py", "2")], shared[:2]):
+        digest(*files)
+        digests.add(results.sources("norm"))
+    assert len(digests) == 2  # every op depends on the modules of alignkit/ops, none on the folder of an unused op
     assert all((BENCHMARKS.parent / "alignkit" / name).is_dir() for name in results.COMPUTING)
 
 
