@@ -53,6 +53,11 @@ def tables(module):
     return module("tables")
 
 
+@pytest.fixture
+def plots(module):
+    return module("plots")
+
+
 # e2e
 
 LARGE_MOE = Architecture("qwen3_moe", 8, 2048, 32, 4, 128, 768, 151936, 4096, 1e-6, 1e4, False, None, 128, 8, True)
@@ -1046,13 +1051,13 @@ def test_logp_plan(logp, tables):
     assert logp.plan([(1, 2, 3)], False, None) == [((1, 2, 3), logp.TRAINING)]
 
 
-def test_logp_sweep(logp, tables):
+def test_logp_sweep(logp, plots):
     shapes = [s for s, _ in logp.plan(None, True, ["forward"])]
     assert len(shapes) == len(set(shapes)) and set(logp.SHAPES) <= set(shapes)
     assert {n for n, *_ in shapes} >= {2**i for i in range(16)}
     assert {v for *_, v in shapes} >= {v // ranks for v in (32000, 128256, 151936, 262144) for ranks in (1, 2, 4, 8)}
     assert {(d, v) for _, d, v in shapes} >= {(d, v) for d in logp.DIMENSIONS for v in logp.VOCABULARIES}
-    for along, fixed in tables.LOGP_LINES:  # the plots' lines
+    for along, fixed in plots.LOGP_LINES:  # the plots' lines
         lines = [dict(zip(("n", "d", "v"), s, strict=True)) for s in shapes]
         assert len([s for s in lines if all(s[k] == v for k, v in fixed.items())]) >= 16, along
 
@@ -1937,7 +1942,7 @@ def test_drift_of_two_commits_in_one_table(tables, monkeypatch):
         assert tables.tables()["where_drift-h200"].count("| rope |") == 2
 
 
-def test_moe_models_in_the_table(tables, tmp_path):
+def test_moe_models_in_the_table(tables, plots, tmp_path):
     """Recorded routing adds two columns, and the model's sizes follow the table."""
     experts = {"layers": 8, "hidden": 2048, "experts": 128, "intermediate": 768, "top_k": 8}
     runs = {"a": INFO | {"models": {"qwen3": {"experts": 0}, "qwen3-moe": experts}}}
@@ -1960,7 +1965,7 @@ def test_moe_models_in_the_table(tables, tmp_path):
     dense = tables.e2e({"runs": {"a": INFO}, "rows": rows[:1]})
     assert "experts" not in dense and dense.splitlines()[0].count("|") == 7
     pytest.importorskip("matplotlib")
-    tables.e2e_plot({"runs": runs, "rows": rows}, tmp_path / "e2e.svg")
+    plots.e2e({"runs": runs, "rows": rows}, tmp_path / "e2e.svg")
     assert b"<svg" in (tmp_path / "e2e.svg").read_bytes()
 
 
@@ -2126,19 +2131,19 @@ def test_a_page_is_filled(tables):
         tables.fill("<!-- table:x -->\n", {"x": "new"})
 
 
-def test_plots(tables, tmp_path):
+def test_plots(plots, tmp_path):
     pytest.importorskip("matplotlib")
     e2e, cost, _ = samples()
     for name, plot, results in (
-        ("e2e", tables.e2e_plot, e2e),
-        ("cost", tables.cost_plot, cost),
-        ("linear_logp", tables.linear_logp_plot, logp_sample()),
+        ("e2e", plots.e2e, e2e),
+        ("cost", plots.cost, cost),
+        ("linear_logp", plots.linear_logp, logp_sample()),
     ):
         for i in range(2):
             plot(results, tmp_path / f"{name}{i}.svg")
         assert (tmp_path / f"{name}0.svg").read_bytes() == (tmp_path / f"{name}1.svg").read_bytes()
         assert b"<svg" in (tmp_path / f"{name}0.svg").read_bytes()
-    tables.linear_logp_plot(logp_sample() | {"rows": []}, tmp_path / "none.svg")
+    plots.linear_logp(logp_sample() | {"rows": []}, tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()  # no data
 
 
