@@ -158,20 +158,23 @@ def renew(arguments: list[str]) -> int:
 
 
 def run_until(command: list[str], end: float) -> int | None:
-    """Return the exit status of a command, or None if it was stopped at time `end`."""
-    process = subprocess.Popen(command, env=environment())
-    try:
-        return process.wait(max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOPPING)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    """Return the exit status of a command, or None if it was stopped at time `end`; stop it on SIGTERM too."""
+    from alignkit.jobs.terminal import interrupted_by_sigterm
+
+    with interrupted_by_sigterm():
+        process = subprocess.Popen(command, env=environment())
+        try:
+            return process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(STOPPING)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -36,6 +36,7 @@ from lib.options import add_only_stale
 from lib.results import H200, ROOT, distinct, read, run_info, sources, stale, write
 
 from alignkit.jobs.model import make_checkpoint
+from alignkit.jobs.terminal import interrupted_by_sigterm
 from alignkit.runtime.machine import gpus, no_room
 
 MODEL = dict(
@@ -119,7 +120,7 @@ def main() -> None:
     if args.only_stale:
         found = distinct(stale(read(args.out), sources(), KEY), "run")
         variants = [each for each in variants if (title(variant(LAYOUTS[each[0]], each[1])),) in found]
-    with tempfile.TemporaryDirectory() as folder:
+    with interrupted_by_sigterm(), tempfile.TemporaryDirectory() as folder:
         files = write_task(Path(folder), sizes)
         failed = [name for name, aligned in variants if not run(args, LAYOUTS[name], aligned, sizes, *files)]
     plot(args.out)

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.benchmarks import stored
@@ -155,6 +156,20 @@ def test_a_benchmark_is_stopped_when_time_is_up(module):
     assert entry.run_until([sys.executable, "-c", "import time; time.sleep(600)"], started + 0.5) is None
     assert entry.run_until([sys.executable, "-c", "raise SystemExit(3)"], time.monotonic() + 60) == 3
     assert time.monotonic() - started < 60
+
+
+def test_a_benchmark_is_stopped_on_sigterm(tmp_path):
+    """The signal reaches the command alone, as from a job scheduler, and its benchmark ends too."""
+    write = f"import os, pathlib; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
+    child = f"{write}; import time; time.sleep(600)"
+    code = f"import sys, time, run; run.run_until([sys.executable, '-c', {child!r}], time.monotonic() + 600)"
+    path = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path})
+    end = time.monotonic() + 60
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) != 0 and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize("arguments", [(), ("--minutes", "1", "none")])
