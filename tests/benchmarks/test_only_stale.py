@@ -114,6 +114,31 @@ def test_long(module, monkeypatch, tmp_path):
     assert keep == {("small", "aligned", 1, 2, 16), ("small", "batch_invariant", 1, 8, 16)}
 
 
+def test_long_keeps_fresh_rows(module, monkeypatch, tmp_path):
+    """Stock is measured for the ratios of a stale row, and its own fresh row remains."""
+    long, results, path = module("long"), module("lib.results"), tmp_path / "long.jsonl"
+    runs = {"old": {"sources": OTHER}, "new": {"sources": results.sources()}}
+    common = {"size": "small", "tp": 1, "requests": 2, "prompt": 300, "out": 9}
+    rows = [common | {"engine": "stock", "run": "new"}, common | {"engine": "aligned", "run": "old"}]
+    results.write(path, {"runs": runs, "rows": rows})
+    ran = []
+
+    def run(bench, specs, module):
+        found = {}
+        for name, spec in specs.items():
+            ran.append(spec["engine"])
+            seconds = {"stock": 1.0, "aligned": 2.0}[spec["engine"]]
+            cases = [{"name": "2 x 300", "cached": False, "max_tokens": 1, "seconds": [seconds]}]
+            found[name] = {"engine": spec["engine"], "start_seconds": 9.0, "cases": cases, "profiles": []}
+        return found
+
+    monkeypatch.setattr(long.Bench, "run", run)
+    assert long.main(["--json", str(path), "--out", str(tmp_path / "out"), "--only-stale", "--side-by-side", "2"]) == 0
+    stock, aligned = stored(path)["rows"]
+    assert ran == ["stock", "aligned"] and stock == rows[0]
+    assert aligned["run"] not in runs and aligned["x_prefill"] == 2.0
+
+
 def test_cost(module, tmp_path):
     """A command for each model size and part, with the engines that its rows were compared with."""
     cost, results = module("cost"), module("lib.results")
