@@ -2,8 +2,8 @@
 
 setup.py loads this file by its path, so it imports nothing from alignkit. setup.py writes the hashes to built.json and
 into the libraries. A changed hash requires a rebuild (`runtime.built`). With versions of torch or Triton that are not
-validated, it also requires another golden test (`runtime.validated`). benchmarks/lib/code.py has a digest that
-ignores comments.
+validated, it also requires another golden test (`runtime.validated`). benchmarks/lib/results.py reads ROOT and
+SUFFIXES for its digest, which ignores comments.
 """
 
 from __future__ import annotations

@@ -51,14 +51,15 @@ SERVE_HELP = """\
 Usage: alignkit serve [MODEL] [VLLM SERVE OPTIONS]...
 
 Run vLLM's server (`vllm serve`) with alignkit's patch. Its logprobs are then
-bitwise equal to the logprobs of a patched Megatron-core model. alignkit refuses
-unsupported options before the server accepts connections. The help of
-`vllm serve` follows.
+bitwise equal to the logprobs of a patched Megatron-core model with the same
+weights. alignkit refuses unsupported options before the server accepts
+connections, with exit status 3. The help of `vllm serve` follows; for more of
+it: `alignkit serve --help=all`.
 """
 """Text before the help of vLLM's parser, which does not mention alignkit."""
 BISECT_OPS = ("rms_norm", "linear", "rope", "attention", "silu_mul", "head")
 """Values of `--swap`, equal to `bisect.points.OPS`, whose module imports torch (tests/cli/test_status.py)."""
-RECIPE = click.Path(exists=True, path_type=Path)
+RECIPE = click.Path(path_type=Path)
 """Type of the path of a recipe, or of a folder of recipes."""
 REPORT_HELP = "Write report.html. Requires pip install 'alignkit[report]'."
 
@@ -90,7 +91,7 @@ class IntegerFrom(click.ParamType):
         number = click.INT.convert(value, param, ctx)
         if number < self._low or (self._high is not None and number > self._high):
             wanted = f"at least {self._low}" if self._high is None else f"in [{self._low}, {self._high}]"
-            self.fail(f"must be {wanted}, got {number}", param, ctx)
+            raise InputError(f"{param.name if param else 'value'}: must be {wanted}, got {number}")
         return number
 
 
@@ -145,7 +146,7 @@ def cli(settings: dict, with_traceback: bool) -> None:
     type=int,
     metavar="N",
     help="Tensor-parallel size to test in addition to size 1; at least 1. N must divide the numbers of attention heads "
-    "and KV heads and the MLP widths; for MoE also the largest power of two that divides the number of experts.  "
+    "and KV heads and the MLP widths; for MoE, N must also be a power of two that divides the number of experts.  "
     "[default: 2; 1 on a machine with one GPU]",
 )
 @click.option(
@@ -153,7 +154,8 @@ def cli(settings: dict, with_traceback: bool) -> None:
     is_flag=True,
     help="Test every rollout setup against every training setup, in every dtype; takes longer. Without --full, "
     "in the first --dtype (default: bfloat16) every rollout setup is tested against training setup tp1-padded, and "
-    "every training setup against rollout setup batch; in the second dtype only two pairs are tested.",
+    "every training setup against rollout setup batch; in the second dtype only batch against tp1-padded "
+    "and one against tp1-one are tested.",
 )
 @click.option(
     "--training",
@@ -161,13 +163,13 @@ def cli(settings: dict, with_traceback: bool) -> None:
     metavar="SETUP",
     multiple=True,
     help="Test only this training setup, against rollout setup batch; repeatable. --full is then ignored. With "
-    "--training, --tp only sets the number of KV heads of the random-weight model: pass --tp N if a SETUP has tpN with "
-    "N > 4."
+    "--training, omit --tp, unless a SETUP has tpN with N > 4 and the model has random weights: --tp N then gives the "
+    "model N KV heads."
     "\n\n\b\n"
     "SETUP: tpN[-sp][-epN][-te][-ppN][-cpN]-BATCH\n"
     "  tpN    tensor-parallel size\n"
-    "  sp     sequence parallelism\n"
-    "  epN    expert-parallel size\n"
+    "  sp     sequence parallelism (needs tpN, N > 1)\n"
+    "  epN    expert-parallel size (MoE only)\n"
     "  te     TransformerEngine's layer spec (must be\n"
     "         installed)\n"
     "  ppN    pipeline-parallel size\n"
@@ -228,9 +230,10 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
                        (MoE only)
 
     \b
-    Training setups (Megatron-core) without --training, each with -one and with
-    -padded (see SETUP below). N is the value of --tp; setups with N run if N > 1:
-      tp1, tpN, tpN-sp; for MoE also tp1-epN, tpN-sp-epN
+    Training setups (Megatron-core); N is the value of --tp, and setups with N run
+    if N > 1:
+      tp1, tpN, tpN-sp (MoE also tp1-epN, tpN-sp-epN), each as NAME-one and
+      NAME-padded. Setups with packed, te, pp or cp run only with --training.
 
     \b
     Examples:
@@ -303,7 +306,7 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
     drift metrics and the tokens whose logprobs differ most. `python -m pydoc alignkit.drift.DriftReport` explains the
     metrics.
 
-    The exit status is 0 if all logprobs are bitwise equal, and 1 if any differ. `alignkit --help` lists the other
+    The exit status is 0 if all logprobs are finite and bitwise equal, otherwise 1. `alignkit --help` lists the other
     statuses.
     """
     from rich.console import Console
@@ -355,7 +358,13 @@ def _left_out(count: int) -> str:
     help="Family of the random-weight model; ignored with --model. --arch is another name of this option.  [default: "
     "qwen3]" + _block("FAMILY is one of:", FamilyName(BISECT_FAMILIES).choices),
 )
-@click.option("--dtype", type=click.Choice(DTYPES), default=DTYPES[0], show_default=True, help="Model dtype.")
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default=DTYPES[0],
+    show_default=True,
+    help="Model dtype; has no effect on recordings.",
+)
 @click.option(
     "--tokens",
     metavar="FILE",
@@ -371,13 +380,14 @@ def _left_out(count: int) -> str:
     show_default=True,
     help="Tokens to sample after each sequence, in [0, 4096], so that vLLM's decode steps are compared too. The vLLM "
     "side samples the tokens (side A if both are vLLM); the other side receives them as input. N > 0 requires a vLLM "
-    "side and no recording, and with --swap an aligned side that samples.",
+    "side and refuses recordings. With --swap, the vLLM side that samples must be aligned-vllm.",
 )
 @click.option(
     "--swap",
     metavar="OP=aligned",
-    help="Run each stock side (hf included) once more, with one op computed by alignkit. If the first difference "
-    "disappears, this op causes it. Dense models only." + _block("OP is one of:", BISECT_OPS),
+    help="Run each stock engine (hf included) once more, with one op computed by alignkit; recordings are not run "
+    "again. If the first difference disappears, this op causes it. Dense models only."
+    + _block("OP is one of (head: LM head and log-softmax):", BISECT_OPS),
 )
 @click.option(
     "--out",
@@ -508,8 +518,8 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
 def doctor(context, op, recipe, problem) -> int:
     """Check the installation and test the kernels.
 
-    Prints the versions, contract ids (devices with equal ids compute equal bits), kernels, backends and patches of this
-    environment. Then compares the ops' results
+    Prints the versions, contract ids (devices with equal ids compute equal bits), kernels, backends, and the names that
+    each engine's patch replaces. Then compares the ops' results
     with stored bits ("golden bits"), and tests that a row's bits do not depend on the other rows of a batch.
 
     The exit status is 0 if all tests pass, and 1 if any fails. `alignkit --help` lists the other statuses.
@@ -535,7 +545,7 @@ def doctor(context, op, recipe, problem) -> int:
 @click.argument("op")
 @click.argument("problem", nargs=-1, metavar="[NAME=VALUE]...")
 def explain(op, problem) -> int:
-    """Print which kernel alignkit selects for OP, and why not each other kernel.
+    """Print which kernel alignkit selects for OP, and why it rejects the others.
 
     NAME=VALUE gives sizes, dtypes and layouts. `alignkit explain list` prints every OP with the names that it requires
     or may have, and the meaning of each name. Requires no GPU.
@@ -559,16 +569,20 @@ def explain(op, problem) -> int:
 def check_recipe(path) -> int:
     """Check if alignkit supports the settings of a recipe of verl, NeMo-RL or slime.
 
-    PATH is a YAML file, a shell script, or a folder, of which all recipes are checked. Nothing of it is executed.
+    PATH is a YAML file, a shell script, or a folder. In a folder, the recipes that train with Megatron-core are
+    checked. Nothing is executed.
 
     \b
     Example:
       alignkit recipe run_qwen3_8b_megatron.sh
 
-    The exit status is 0 if all settings are supported, otherwise 3. `alignkit --help` lists the other statuses.
+    The exit status is 0 if no setting is unsupported, otherwise 3. Settings marked "add" are needed too, but do not
+    change the status. `alignkit --help` lists the other statuses.
     """  # noqa: D301 - click reads the control character \b
     from .integrations import recipe as recipes
 
+    if not path.exists():
+        raise InputError(f"path: must be a file or a folder, got {path}, which does not exist")
     lines, supported = (recipes.survey if path.is_dir() else recipes.report)(path)
     for line in lines:
         click.echo(line)

@@ -2,14 +2,13 @@
 
 `alignkit.cli` prints the lines; `explain` and `integrations.recipe` implement `--explain` and `--recipe`. The lines are
 for people and may change with the tests that read them: tests/cli/test_doctor.py, tests/test_built.py and
-tests/test_sm90_build.py. A new op needs its name in `OPS` and a call in the self-test.
+tests/test_sm90_build.py. The ops' records (ops/<op>/op.py) hold the tests of the self-test.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import itertools
 import os
 import tempfile
 import warnings
@@ -24,26 +23,16 @@ from . import ops
 from .config import VARIABLES, invalid_variables, unknown
 from .dist import TP
 from .errors import BackendError
-from .ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
+from .ops.inputs import Normal
+from .ops.moe_experts.op import experts
+from .ops.record import EXPERTS, ROWS, VOCAB, WIDTH, Check
+from .ops.registry import RECORDS
+from .ops.self_test import difference, row_invariance
 from .runtime import cuda, dispatch, native, validated
-from .runtime.families import CPU, SM90, of_type, on_host
+from .runtime.families import CPU, SM90, on_host
 from .runtime.ids import contract_id
 from .runtime.machine import engine_device, installed, versions
 
-OPS = (
-    "attention",
-    "gated_delta_rule",
-    "linear",
-    "linear_logp",
-    "moe_products",
-    "moe_router",
-    "qk_norm_rope",
-    "rms_norm",
-    "rope",
-    "sigmoid_mul",
-    "silu_mul",
-)
-"""Ops whose backend is printed."""
 ENGINES = {
     "vllm": ("vllm", lambda adapter: adapter.patch_vllm()),
     "megatron": ("megatron.core", lambda adapter: adapter.patch_megatron(vocab_size=1)),
@@ -51,8 +40,8 @@ ENGINES = {
 """Adapter -> (module of the engine, function that patches it)."""
 PLUGIN_GROUP = "vllm.general_plugins"
 """Entry point group of vLLM's plugins, as in pyproject.toml."""
-_ROWS, _WIDTH, _VOCAB, _EXPERTS, _TP = 23, 256, 300, 8, 2
-"""Sizes of the self-test's inputs. They may change: no stored result depends on them."""
+_TP = 2
+"""Ranks of the self-test."""
 
 
 def facts() -> Iterator[str]:
@@ -74,7 +63,7 @@ def facts() -> Iterator[str]:
         yield f"{'GPU':<15} cuda:{i}, {torch.cuda.get_device_name(i)}: {_gpu(f'cuda:{i}')}"
     for device in devices():
         yield f"{'bits':<15} on {device}: {_validation(device)}"
-    for op in OPS:
+    for op in (next(iter(record.kernels)) for record in RECORDS):
         found = ", ".join(f"{_backend(op, device)} on {device}" for device in devices())
         yield f"{'backend':<15} {op}: {found or 'none'}"
     for adapter, (module, patch) in ENGINES.items():
@@ -117,21 +106,13 @@ def self_test() -> Iterator[tuple[str, str | None]]:
             continue
         for dtype in (torch.float32, torch.bfloat16):
             short = str(dtype).removeprefix("torch.") + ("" if _is_host(device) else f" on {device}")
-            for name, op, rows in _row_ops(dtype, device):
+            for test in (test for record in RECORDS for test in record.self_test(Normal(dtype, device))):
+                if isinstance(test, Check):
+                    name, rest = test.name.split(":", 1)
+                    yield f"{name} {short}:{rest}", _attempt(test.run)
+                    continue
                 batches = "alone, reordered, in chunks" + (", with one thread" if _is_host(device) else "")
-                yield f"{name} {short}: rows {batches}", _attempt(_batch_invariance, op, rows)
-            yield (
-                f"attention {short}: sequences alone, reordered, padded, paged in chunks, paged one by one",
-                _attempt(_attention, dtype, device),
-            )
-            yield (
-                f"gated_delta_rule {short}: sequences and heads alone, packed, dense",
-                _attempt(_delta_rule, dtype, device),
-            )
-            yield (
-                f"linear_logp {short}: equal to log_softmax, token_logp and logp_from_logits of head_logits",
-                _attempt(_logp_of_logits, dtype, device),
-            )
+                yield f"{test.name} {short}: rows {batches}", _attempt(row_invariance, test.function, test.inputs)
     yield (
         f"row_parallel_linear, linear_logp, moe_experts: {_TP} tensor- or expert-parallel ranks equal to one",
         _attempt(_tensor_parallel),
@@ -220,182 +201,13 @@ def _attempt(test: Callable[..., str | None], *args) -> str | None:
         return f"{type(e).__name__}: {lines[-1] if lines else ''}"
 
 
-def _normal(seed: int, *shape: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def _row_ops(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable, list[torch.Tensor]]]:
-    """Yield (name, function of rows, rows) for each row-wise op."""
-    x, residual = (_normal(seed, _ROWS, _WIDTH, dtype=dtype, device=device) for seed in (0, 1))
-    weight, bias = _normal(2, 96, _WIDTH, dtype=dtype, device=device), _normal(3, 96, dtype=dtype, device=device)
-    norm = _normal(4, _WIDTH, dtype=dtype, device=device)
-    head = _normal(5, _VOCAB, _WIDTH, dtype=dtype, device=device)
-    target, positions = (
-        torch.randint(n, (_ROWS,), generator=torch.Generator().manual_seed(6)).to(device) for n in (_VOCAB, 512)
-    )
-    table = ops.rope_table(64, 512, 10000.0, device)
-    yield "linear", lambda x: ops.linear(x, weight, bias), [x]
-    yield "row_parallel_linear", lambda x: ops.row_parallel_linear(x, weight, bias), [x]
-    yield "rms_norm", lambda x: ops.rms_norm(x, norm, 1e-6), [x]
-    yield "rms_norm with residual", lambda x, r: ops.rms_norm(x, norm, 1e-6, residual=r), [x, residual]
-    yield "rope", lambda x, p: ops.rope(x.unflatten(-1, (-1, 64)), p, table), [x, positions]
-    scales = norm[:64], norm[64:128]
-    yield (
-        "qk_norm_rope",
-        lambda x, p: ops.qk_norm_rope(*x.unflatten(-1, (-1, 64)).split([3, 1], 1), *scales, 1e-6, p, table),
-        [x, positions],
-    )
-    yield "silu_mul", ops.silu_mul, [x, residual]
-    yield ("linear_logp", lambda x, t: ops.linear_logp(x, head, t, temperature=0.7, return_entropy=True), [x, target])
-    logits = _normal(17, _ROWS, _EXPERTS, dtype=torch.float32, device=device)
-    weights, ids = ops.moe_router(logits, 2)
-    experts = _experts(dtype, device)
-    yield "moe_router", lambda z: ops.moe_router(z, 2), [logits]
-    yield "moe_experts", lambda x, w, i: ops.moe_experts(x, i, w, *experts), [x, weights, ids]
-    yield "sigmoid_mul", lambda z, x: ops.sigmoid_mul(z[:, :1], x), [logits, x]
-
-
-def _experts(dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts' gate_up and down weights."""
-    gate_up = _normal(15, _EXPERTS, 64, _WIDTH, dtype=dtype, device=device)
-    return gate_up, _normal(16, _EXPERTS, _WIDTH, 32, dtype=dtype, device=device)
-
-
-def _batch_invariance(op: Callable, rows: list[torch.Tensor]) -> str | None:
-    """Return the first difference of a row's result between batches, row orders or thread counts."""
-    whole = _tuple(op(*rows))
-    n = len(rows[0])
-    shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(7)).tolist()
-    arrangements = {
-        "alone": [[i] for i in range(n)],
-        "reordered": [shuffled],
-        "in chunks": [list(range(a, min(a + 7, n))) for a in range(0, n, 7)],
-    }
-    for label, groups in arrangements.items():
-        for group in groups:
-            got = _tuple(op(*(x[group] for x in rows)))
-            problem = _difference(label, got, tuple(y[group] for y in whole))
-            if problem:
-                return problem
-    if not on_host(rows[0].device):
-        return None
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        return _difference("with one thread", _tuple(op(*rows)), whole)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _attention(dtype: torch.dtype, device: str) -> str | None:
-    family = of_type(torch.device(device))
-    assert family is not None  # the device has a backend
-    lengths, heads, kv_heads, dim = (5, family.kv_leaf + 6, 33), 4, 2, 64
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    total = sum(lengths)
-    q = _normal(8, total, heads, dim, dtype=dtype, device=device)
-    k, v = (_normal(seed, total, kv_heads, dim, dtype=dtype, device=device) for seed in (9, 10))
-    whole = ops.attention(q, k, v, starts.to(device))
-    sequences = [slice(int(a), int(b)) for a, b in itertools.pairwise(starts)]
-
-    for order, label in (([0], "alone"), ([1], "alone"), ([2], "alone"), ([2, 0, 1], "reordered")):
-        rows = torch.cat([torch.arange(total)[sequences[i]] for i in order])
-        packed = torch.tensor([0, *(lengths[i] for i in order)], device=device).cumsum(0)
-        problem = _difference(label, (ops.attention(q[rows], k[rows], v[rows], packed),), (whole[rows],))
-        if problem:
-            return problem
-
-    longest = max(lengths)
-    padded = [x.new_zeros(len(lengths) * longest, *x.shape[1:]) for x in (q, k, v)]
-    rows = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)])
-    for x, full in zip((q, k, v), padded, strict=True):
-        full[rows] = x
-    got = ops.attention(*padded, torch.arange(len(lengths) + 1, device=device) * longest)[rows]
-    return _difference("padded", (got,), (whole,)) or _paged(q, k, v, lengths, sequences, whole)
-
-
-def _paged(q, k, v, lengths, sequences, whole) -> str | None:
-    """Compare paged attention over scattered blocks, with queries in chunks of 7 and one by one, to `whole`."""
-    block = 16
-    blocks = [-(-n // block) for n in lengths]
-    free = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(11)).split(blocks)
-    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
-    caches = [x.new_zeros(sum(blocks), block, *x.shape[1:]) for x in (k, v)]
-    for i, s in enumerate(sequences):
-        table[i, : blocks[i]] = free[i]
-        position = torch.arange(lengths[i])
-        for x, cache in zip((k, v), caches, strict=True):
-            cache[free[i][position // block], position % block] = x[s]
-    for size, label in ((7, "paged in chunks"), (1, "paged one by one")):
-        got = torch.empty_like(whole)
-        for done in range(0, max(lengths), size):
-            live = [i for i, n in enumerate(lengths) if n > done]
-            rows = [
-                slice(sequences[i].start + done, min(sequences[i].start + done + size, sequences[i].stop)) for i in live
-            ]
-            counts = [r.stop - r.start for r in rows]
-            out = ops.paged_attention(
-                torch.cat([q[r] for r in rows]),
-                *caches,
-                table[live].to(q.device),
-                torch.tensor([0, *counts], device=q.device).cumsum(0),
-                torch.tensor([done + n for n in counts], device=q.device),
-            )
-            for r, part in zip(rows, out.split(counts), strict=True):
-                got[r] = part
-        problem = _difference(label, (got,), (whole,))
-        if problem:
-            return problem
-    return None
-
-
-def _delta_rule(dtype: torch.dtype, device: str) -> str | None:
-    lengths, heads, dim = (5, 130, 64), 2, 64
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    q, k, w, do, dv = (
-        _normal(seed, 1, sum(lengths), heads, dim, dtype=dtype, device=device) * dim**-0.5 for seed in range(15, 20)
-    )
-    g = -torch.cat([torch.arange(n) % 64 + 1 for n in lengths]).to(device)[None, :, None].expand(-1, -1, heads) / 50
-    dh, dh0, dv2 = chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, g, cu_seqlens=starts.to(device), need_dh0=True)
-    chunk = 0
-    for i, n in enumerate(lengths):
-        rows, chunks = slice(int(starts[i]), int(starts[i + 1])), slice(chunk, chunk + -(-n // 64))
-        chunk = chunks.stop
-        for head in (slice(0, heads), slice(1, 2)):
-            alone = chunk_gated_delta_rule_bwd_dhu(*(t[:, rows, head] for t in (q, k, w, do, dv, g)), need_dh0=True)
-            problem = _difference(
-                "a sequence alone", alone, (dh[:, chunks, head], dh0[i : i + 1, head], dv2[:, rows, head])
-            )
-            if problem:
-                return problem
-    return None
-
-
-def _logp_of_logits(dtype: torch.dtype, device: str) -> str | None:
-    hidden, head, target = (x.to(device) for x in _head(dtype))
-    want = ops.linear_logp(hidden, head, target, temperature=0.7)
-    logits = ops.head_logits(hidden, head)
-    got = {
-        "log_softmax": ops.log_softmax(logits, temperature=0.7).gather(1, target[:, None])[:, 0],
-        "token_logp": ops.token_logp(logits, target[:, None], temperature=0.7)[:, 0],
-        "logp_from_logits": ops.logp_from_logits(logits, target, temperature=0.7),
-    }
-    problems = (_difference(name, (logp,), (want,)) for name, logp in got.items())
-    return next(filter(None, problems), None)
-
-
-def _head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    target = torch.randint(_VOCAB, (_ROWS,), generator=torch.Generator().manual_seed(12))
-    return _normal(13, _ROWS, _WIDTH, dtype=dtype), _normal(14, _VOCAB, _WIDTH, dtype=dtype), target
-
-
 def _tensor_parallel() -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (folder,), nprocs=_TP)
         want = _sharded(TP())
         for rank in range(_TP):
             got = torch.load(Path(folder) / str(rank))
-            problem = _difference(f"rank {rank}", tuple(got), tuple(want))
+            problem = difference(f"rank {rank}", tuple(got), tuple(want))
             if problem:
                 return problem
     return None
@@ -412,35 +224,16 @@ def _sharded(tp: TP) -> list[torch.Tensor]:
     """Return replicated results, computed from this rank's shards; the vocabulary shards are uneven."""
     results = []
     for dtype in (torch.float32, torch.bfloat16):
-        x, weight, target = _head(dtype)
-        shard = slice(tp.rank * _WIDTH // tp.size, (tp.rank + 1) * _WIDTH // tp.size)
+        normal = Normal(dtype)
+        x, weight, target = normal(13, ROWS, WIDTH), normal(14, VOCAB, WIDTH), normal.integers(12, ROWS, below=VOCAB)
+        shard = slice(tp.rank * WIDTH // tp.size, (tp.rank + 1) * WIDTH // tp.size)
         results.append(ops.row_parallel_linear(x[:, shard], weight[:, shard], tp=tp))
-        cuts = [0, 256, _VOCAB] if tp.size > 1 else [0, _VOCAB]
+        cuts = [0, 256, VOCAB] if tp.size > 1 else [0, VOCAB]
         first, last = cuts[tp.rank], cuts[tp.rank + 1]
         results += ops.linear_logp(
-            x, weight[first:last], target, vocab_size=_VOCAB, vocab_start=first, tp=tp, return_entropy=True
+            x, weight[first:last], target, vocab_size=VOCAB, vocab_start=first, tp=tp, return_entropy=True
         )
-        weights, ids = ops.moe_router(_normal(17, _ROWS, _EXPERTS, dtype=torch.float32), 2)
-        mine = [t.chunk(tp.size)[tp.rank] for t in _experts(dtype)]
+        weights, ids = ops.moe_router(normal(17, ROWS, EXPERTS, dtype=torch.float32), 2)
+        mine = [t.chunk(tp.size)[tp.rank] for t in experts(normal)]
         results.append(ops.moe_experts(x, ids, weights, *mine, first_expert=len(mine[0]) * tp.rank, ep=tp))
     return results
-
-
-def _tuple(x) -> tuple[torch.Tensor, ...]:
-    return x if isinstance(x, tuple) else (x,)
-
-
-def _difference(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> str | None:
-    """Return None if all bits are equal, else a description of the first difference."""
-    for a, b in zip(got, want, strict=True):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"{label}: expected {b.dtype} {list(b.shape)}, got {a.dtype} {list(a.shape)}"
-        bits = torch.int32 if a.dtype == torch.float32 else torch.int16
-        wrong = (a.contiguous().view(bits) != b.contiguous().view(bits)).nonzero()
-        if len(wrong):
-            index = tuple(wrong[0].tolist())
-            return (
-                f"{label}: {len(wrong)} of {a.numel()} values differ, the first at {list(index)}: "
-                f"expected {b[index].item()!r}, got {a[index].item()!r}"
-            )
-    return None

@@ -3,8 +3,8 @@
     python tests/fetch_engines.py FOLDER     # then: ALIGNKIT_WHEELS=FOLDER
 
 It writes FOLDER/vllm-0.26.0/vllm/..., FOLDER/megatron_core-0.16.1/megatron/... Nothing is installed or imported. `make
-test` runs it once, for build/engines; the tests find the folders by these names. A new version also needs a row in
-alignkit/vllm/versions.py or alignkit/megatron/versions.py.
+test` runs it once, for build/engines; the tests find the folders by these names. For a new version, see
+CONTRIBUTING.md, "Adding a vLLM minor".
 """
 
 from __future__ import annotations

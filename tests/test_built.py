@@ -224,7 +224,7 @@ def test_doctor_tests_the_selected_instruction_set():
     """ALIGNKIT_CPU_ISA applies to doctor's facts, the golden bits and the op tests."""
     code = (
         "import itertools\n"
-        "from alignkit import doctor, golden\n"
+        "from alignkit import doctor\nfrom alignkit.ops import golden\n"
         "from alignkit.runtime import native\n"
         "seen = set()\n"
         "exact = native.gemm\n"

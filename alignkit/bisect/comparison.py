@@ -122,7 +122,7 @@ def check_comparable(a: Recording, b: Recording, names: tuple[str, str] = ("A", 
         )
     if len(a.sequences) != len(b.sequences):
         raise InputError(
-            "tokens: both sides must have the same sequences, got numbers of sequences "
+            "tokens: both sides must have the same sequences, got as many sequences: "
             + both(len(a.sequences), len(b.sequences))
         )
     for i, (x, y) in enumerate(zip(a.sequences, b.sequences, strict=True)):

@@ -1,6 +1,7 @@
 """Reports of a bisection: the terminal table and the self-contained report.html.
 
-Texts are for people; programs read bisect.json. The template report.html.j2 gets its variables from `write_html`.
+Texts are for people; programs read bisect.json. docs/bisect.md and tests/bisection quote them. The template
+report.html.j2 gets its variables from `write_html`.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def swapped_line(result: Result) -> str | None:
             f"{suspect.point} still differs in {now.differing} tokens (before: {suspect.differing}): "
             f"{result.swap} is not the cause, or not the only cause."
         )
-    text += f"{suspect.point} no longer differs: confirmed"
+    text += f"{suspect.point} no longer differs: {result.swap} is the cause. "
     new = result.swapped.suspect
-    return text + ("; no other point differs." if new is None else f"; the first differing point is now {new.point}.")
+    return text + ("No other point differs." if new is None else f"The first differing point is now {new.point}.")
 
 
 def notes(result: Result) -> list[str]:

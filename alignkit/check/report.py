@@ -1,6 +1,7 @@
 """Reports of a check: the terminal table and the self-contained report.html.
 
-Texts are for people; programs read check.json. The template report.html.j2 gets its variables from `write_html`.
+Texts are for people; programs read check.json. docs/drift.md and tests/cli/test_check.py quote them. The template
+report.html.j2 gets its variables from `write_html`.
 """
 
 from __future__ import annotations

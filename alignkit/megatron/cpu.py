@@ -1,7 +1,7 @@
 """CPU substitutes for the CUDA calls of Megatron-core, so that it runs on a machine without a GPU. No numerics.
 
-`alignkit check`, `alignkit bisect`, the tests and the examples enter `cpu_host`. Megatron-core uses CUDA
-unconditionally in these places:
+`alignkit check`, `alignkit bisect`, the tests and the examples enter `cpu_host`. hook_points.py lists the replaced
+names too. Megatron-core uses CUDA unconditionally in these places:
 
 - the current device, for allocations; the current stream, in DDP; synchronization, before a distributed checkpoint
 - the device's random state, around dropout and recomputation

@@ -116,7 +116,8 @@ def _end(patch: Patch, model, hidden_states, call: dict[str, Any], stock: Callab
         result = stock()
         if supported.stock_head_reason(model) and result.shape[-1] != 1:
             raise UnsupportedError(
-                f"output_layer: must return one number for each token, got shape {tuple(result.shape)}"
+                f"output_layer: last dimension of the result must be 1, one number for each token, got shape "
+                f"{tuple(result.shape)}"
             )
     else:
         tied = model.share_embeddings_and_output_weights

@@ -1,6 +1,7 @@
 """Supported model classes of the installed Megatron-core, and the layers of a HybridModel's pattern. No numerics.
 
-Checks of a model's settings are in `supported`.
+Checks of a model's settings are in `supported`. docs/megatron.md lists the layers, and tests/megatron/test_hybrid.py
+matches the messages.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from .rope import rope, rope_table
 from .sigmoid_mul import sigmoid_mul
 from .silu_mul import silu_mul
 
+from . import registry  # isort: skip - after the functions, which the records use
+
 __all__ = [
     "attention",
     "head_logits",
@@ -36,6 +38,9 @@ __all__ = [
     "silu_mul",
     "token_logp",
 ]
+
+
+assert registry.RECORDS  # registers the kernels with dispatch
 
 
 def _prove(device, backend: str) -> str | None:

@@ -29,6 +29,13 @@ def require(condition: bool, message: str) -> None:
         raise InputError(message)
 
 
+def require_tensors(**tensors) -> None:
+    """Require that no tensor is None; torch's dispatcher accepts None for any tensor of a custom op."""
+    for name, t in tensors.items():
+        if t is None:
+            raise InputError(f"{name}: expected a tensor, got None")
+
+
 def checks_values(device: torch.device) -> bool:
     """Return whether the host validates tensor values on `device`; on a GPU, only in strict mode (synchronizes)."""
     return families.on_host(device) or strict()

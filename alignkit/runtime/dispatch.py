@@ -1,4 +1,4 @@
-"""Kernel selection: `choose` walks an op's list of kernels (ops/<op>/order.py) and applies each kernel's rule.
+"""Kernel selection: `choose` walks an op's list of kernels (ops/<op>/op.py) and applies each kernel's rule.
 
 The backend `auto` is the fastest of the tensor's device family. All backends of a family give the same bits, so the
 choice affects speed alone. A device without a backend is an error, never a fallback. With versions of torch or Triton
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -27,36 +26,46 @@ from .operands import MAX_CACHED
 
 CHOICES = Config.backend.allowed
 AUTO = Config.backend.default
-OPS = {
-    "attention": "attention",
-    "attention_backward": "attention",
-    "paged_attention": "attention",
-    "gated_delta_rule": "gated_delta_rule",
-    "linear": "linear",
-    "linear_resume": "linear",
-    "linear_logp": "linear_logp",
-    "head_statistics": "linear_logp",
-    "head_gradient": "linear_logp",
-    "head_products": "linear_logp",
-    "moe_router": "moe_router",
-    "moe_pairs": "moe_experts",
-    "moe_products": "moe_experts",
-    "moe_gated": "moe_experts",
-    "moe_gradients": "moe_experts",
-    "moe_combine": "moe_experts",
-    "moe_weigh": "moe_experts",
-    "qk_norm_rope": "qk_norm_rope",
-    "rms_norm": "rms_norm",
-    "add_rms_norm": "rms_norm",
-    "rms_norm_backward": "rms_norm",
-    "rope": "rope",
-    "sigmoid_mul": "sigmoid_mul",
-    "silu_mul": "silu_mul",
-}
-"""Dispatched operations, with the folder of alignkit.ops whose order.py lists their kernels.
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An implementation of an op: a module of the op's folder and the rule for which problems to use it."""
+
+    name: str
+    backend: str
+    load: Callable[[], ModuleType]
+    """Function that imports and returns the module, on first use: it may need Triton or a compiled library."""
+    rule: Callable[[Any], str | None] | None = None
+    """Function of a problem that returns why the kernel rejects it, or None; None accepts every problem."""
+    prepare: Callable[[Any], Callable | None] | None = None
+    """Function of a problem that returns a launcher, for ops that cache launchers."""
+    declines: str = ""
+    """Reason for which `prepare` may decline an accepted problem after a trial on the device; "" for never."""
+
+    def rejects(self, problem: Any) -> str | None:
+        """Return why the kernel is not used for `problem`, or None if it is."""
+        return None if self.rule is None else self.rule(problem)
+
+
+def one_per_backend(
+    triton: Callable[[], ModuleType], cpu: Callable[[], ModuleType], reference: Callable[[], ModuleType]
+) -> tuple[Kernel, ...]:
+    """Return a kernel without a rule for each backend that computes every problem; the last entries of most orders."""
+    return (
+        Kernel("triton", families.TRITON, triton),
+        Kernel("cpu", families.NATIVE, cpu),
+        Kernel("reference", families.REFERENCE, reference),
+    )
+
+
+OPS: dict[str, str] = {}
+"""Dispatched operations, with the folder of alignkit.ops whose record (op.py) lists their kernels.
 
 The names are arguments of `alignkit explain`.
 """
+_orders: dict[str, tuple[Kernel, ...]] = {}
+"""Kernels of each operation, fastest first."""
 _choice: str | None = None
 """Requested backend, one of CHOICES; None until ALIGNKIT_BACKEND is read."""
 _backends: dict[tuple[torch.device, str], str] = {}
@@ -152,47 +161,17 @@ def family(device: torch.device | str) -> Family:
     return families.of_backend(backend_of(device))
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """An implementation of an op: a module of the op's folder and the rule for which problems to use it."""
-
-    name: str
-    backend: str
-    file: str
-    """Module of the op's folder, without ".py"."""
-    rule: str = ""
-    """Function of the module that returns why a problem is rejected, or None; "" accepts every problem."""
-    prepare: str = ""
-    """Function of the module that returns a launcher for a problem, for ops that cache launchers."""
-    declines: str = ""
-    """Reason for which `prepare` may decline an accepted problem after a trial on the device; "" for never."""
-    folder: str = ""
-    """Folder of the op; set by `order`."""
-
-    def load(self) -> ModuleType:
-        """Import and return the module."""
-        return importlib.import_module(f"alignkit.ops.{self.folder}.{self.file}")
-
-    def rejects(self, problem: Any) -> str | None:
-        """Return why the kernel is not used for `problem`, or None if it is."""
-        return getattr(self.load(), self.rule)(problem) if self.rule else None
+def register(folder: str, orders: Mapping[str, tuple[Kernel, ...]]) -> None:
+    """Register the operations of an op's folder, with their kernels, fastest first."""
+    for op, kernels in orders.items():
+        OPS[op], _orders[op] = folder, kernels
 
 
-ONE_PER_BACKEND = (
-    Kernel("triton", families.TRITON, "triton"),
-    Kernel("cpu", families.NATIVE, "cpu"),
-    Kernel("reference", families.REFERENCE, "reference"),
-)
-"""One kernel without a rule for each backend that computes every problem; the last entries of most orders."""
-
-
-@functools.cache
 def order(op: str) -> tuple[Kernel, ...]:
     """Return the kernels of `op`, fastest first."""
-    if op not in OPS:
+    if op not in _orders:
         raise InputError(f"op: must be one of {', '.join(OPS)}, got {op!r}")
-    listed = importlib.import_module(f"alignkit.ops.{OPS[op]}.order").ORDER[op]
-    return tuple(replace(kernel, folder=OPS[op]) for kernel in listed)
+    return _orders[op]
 
 
 def kernels(op: str, backend: str) -> tuple[Kernel, ...]:
@@ -227,7 +206,8 @@ def prepare(op: str, problem: Any, cache: dict[Any, Callable]) -> Callable:
     first = True
     for kernel in kernels(op, problem.backend):
         if kernel.rejects(problem) is None:
-            launch = getattr(kernel.load(), kernel.prepare)(problem)
+            assert kernel.prepare is not None, kernel.name
+            launch = kernel.prepare(problem)
             if launch is not None:
                 if first or not torch.cuda.is_current_stream_capturing():
                     if len(cache) >= MAX_CACHED:

@@ -1,8 +1,9 @@
 """Device families: groups of devices that compute the same bits under one contract.
 
-This is the only place with family-specific facts: contract version and constants, validated versions, golden bits,
-devices, backends and kernel library. docs/contract.md states the constants, csrc mirrors some of them
-(tests/test_constants.py), and golden_*.json hold the contract ids.
+This is the only place with family-specific facts: contract version and constants, validated versions, devices, backends
+and kernel library. docs/contract.md states the constants and the validated versions, csrc mirrors some constants
+(tests/test_constants.py), and ops/golden_*.json hold the contract ids. `sm_count` changes the choice of kernels, which
+tests/ops/choices.json holds, and no bit.
 """
 
 from __future__ import annotations

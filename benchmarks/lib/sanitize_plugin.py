@@ -28,7 +28,7 @@ def exclude_kernels(names: list[str]) -> None:
     def order(op: str) -> tuple[dispatch.Kernel, ...]:
         result = []
         for kernel in original(op):
-            if kernel.name in names or (kernel.backend == families.CUDA and kernel.folder in names):
+            if kernel.name in names or (kernel.backend == families.CUDA and dispatch.OPS[op] in names):
                 if not kernel.rule:  # without a rule: dispatch would not call `rejects`, so remove it
                     continue
                 kernel = ExcludedKernel(**vars(kernel))

@@ -24,7 +24,6 @@ from alignkit.integrations.recipe.engines import vllm_refusal
 from alignkit.jobs.model import make_checkpoint
 from alignkit.jobs.train import check_layout
 from alignkit.models.config import Architecture
-from alignkit.runtime import families
 from tests.benchmarks import stored
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -247,6 +246,7 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
     """A row has the compared pairs and the failed engines; it replaces an earlier row of the same versions."""
     import torch
 
+    from alignkit import contract_id
     from alignkit.drift.files import Logprobs, save
 
     versions, out = module("versions"), tmp_path / "versions.jsonl"
@@ -262,9 +262,7 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
                 if job.name not in failing:
                     value = torch.full((2,), -1.0 if rollout else offset[0] - 1.0)
                     prompts = next(job.spec["prompts"] for job in jobs if "prompts" in job.spec)
-                    logprobs = Logprobs(
-                        prompts, [[1, 2]] * len(prompts), [value] * len(prompts), families.CPU.contract_id
-                    )
+                    logprobs = Logprobs(prompts, [[1, 2]] * len(prompts), [value] * len(prompts), contract_id("cpu"))
                     save(run["out"], logprobs)
         return {}, dict.fromkeys(failing, "exit status 1\nthe end of x.log:\n  | why")
 
@@ -916,7 +914,7 @@ def test_interrupted_gpu_tests_report_failures(module, tmp_path, monkeypatch, ca
 
 def test_gpu_tests_stop_when_time_is_up(module):
     tests = module("gpu_tests")
-    clock = tests.Clock(0.01)
+    clock = tests.Clock(0.05)
     process = clock.start([sys.executable, "-c", "import time; print('started', flush=True); time.sleep(600)"], {})
     assert process is not None and process.stdout.readline() == "started\n"
     assert clock.end(process) != 0 and clock.up

@@ -1,4 +1,4 @@
-"""Megatron-core recordings with planted faults: ``python -m tests.bisection.faulty JOB.json``.
+"""Recordings with planted faults: ``python -m tests.bisection.faulty JOB.json``, of a Megatron-core or HF job.
 
 It writes the job's recording and, in sibling directories, one recording per fault. The job's ``what`` selects the
 faults: "faults" (dense), "experts" (MoE), "gemms", or "swaps" (a stock model after each op swap). `test_engines.py` and

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from alignkit import bisect, contract
+from alignkit import bisect, contract_id
 from alignkit.bisect import recording
 from alignkit.bisect import run as runs
 from alignkit.bisect.points import OPS, points
@@ -99,7 +99,7 @@ def test_aligned_engines_do_not_differ_at_any_point(aligned, model):
     # vLLM never runs the last sampled token; the last logprobs belong to that token.
     assert {p.compared for p in result.comparison.points} == {rows - sequences}
     assert result.comparison.compared == (rows - sequences) * len(point_names(model("qwen3")))
-    assert result.a.contract == result.b.contract == contract.contract_id("cpu")
+    assert result.a.contract == result.b.contract == contract_id("cpu")
 
 
 def test_a_recording_is_a_side_and_ranks_are_merged(aligned, model, tmp_path):

@@ -76,7 +76,7 @@ def test_deeply_nested_metadata_is_rejected(alignkit, files):
     assert status == 3 and not out and err.count("\n") == 1 and f"{b}: meta: must be JSON" in err
 
 
-@pytest.mark.parametrize("args", [["compare"], ["compare", "a"], ["nothing"], ["compare", "a", "b", "--worst", "-1"]])
+@pytest.mark.parametrize("args", [["compare"], ["compare", "a"], ["nothing"], ["compare", "a", "b", "--worst", "x"]])
 def test_usage_errors_exit_with_2(alignkit, args):
     status, _, err = alignkit(*args)
     assert status == 2 and "Traceback" not in err

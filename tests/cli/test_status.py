@@ -128,13 +128,13 @@ def test_bisect_accepts_both_names_of_the_model_family(option):
     assert cli.bisect.make_context("bisect", ["hf", "hf", option, "qwen3-moe"]).params["arch"] == "qwen3_moe"
 
 
-def test_numbers_outside_a_listed_range_are_usage_errors(alignkit, files):
+def test_numbers_outside_a_listed_range_are_refused(alignkit, files):
     for args, message in (
-        (["compare", *files, "--worst", "-1"], "'--worst': must be at least 0, got -1"),
-        (["watch", ".", "--port", "65536"], "'--port': must be in [0, 65535], got 65536"),
+        (["compare", *files, "--worst", "-1"], "worst: must be at least 0, got -1"),
+        (["watch", ".", "--port", "65536"], "port: must be in [0, 65535], got 65536"),
     ):
         status, _, err = alignkit(*args)
-        assert status == cli.EXIT_USAGE and message in err
+        assert status == cli.EXIT_REFUSED and message in err
 
 
 def test_the_budget_is_checked_in_mib(alignkit):

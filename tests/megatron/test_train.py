@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from alignkit import contract
+from alignkit import contract_id
 from alignkit.drift.files import Logprobs, load, save
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.jobs import train
 from alignkit.jobs.execute import Progress, WorkerError, execute, prepare
-from alignkit.jobs.job import Job, write
+from alignkit.jobs.job import Job
 from alignkit.megatron import patch_megatron
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
@@ -69,7 +69,7 @@ def test_patched_job_is_bit_equal_and_stock_job_drifts(checkpoint, sampled, tmp_
     )
     for mode in ("one", "padded", "packed"):
         got = load(tmp_path / mode)
-        assert got.contract == contract.contract_id("cpu") and got.tokens == sampled.tokens
+        assert got.contract == contract_id("cpu") and got.tokens == sampled.tokens
         assert got.meta["mode"] == mode and got.meta["tp"] == "2"
         for a, b in zip(got.logprobs, expected, strict=True):
             assert_bitwise_equal(a, b, mode)
@@ -138,7 +138,7 @@ def test_command_reports_a_truncated_input(checkpoint, sampled, tmp_path):
     """The command is the one that reruns a job by hand."""
     (tmp_path / "in").write_bytes((tmp_path / "in").read_bytes()[:100])
     job = job_of(tmp_path, model=checkpoint(), dtype="bfloat16", patched=True, tp=2, modes=["one"])
-    write(job, tmp_path / "job.json")
+    job.write(tmp_path / "job.json")
     command = [sys.executable, "-W", "ignore", "-m", job.module, str(tmp_path / "job.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0 and "cannot be read as a safetensors file" in done.stderr

@@ -75,8 +75,8 @@ def picked(device):
 
 CASES = {f.__name__: f for f in (gemms, delta_rule, both_rotated, picked)}
 CASES |= {
-    name: lambda on, function=function, dtype=dtype: function(golden.Inputs(on, dtype))
-    for name, (function, dtype) in golden.CASES.items()
+    name: lambda on, case=case, dtype=dtype: case.function(golden.Inputs(on, dtype))
+    for name, (case, dtype) in golden.CASES.items()
 }
 
 

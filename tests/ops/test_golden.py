@@ -4,6 +4,7 @@ The hashes are in alignkit/ops/golden_*.json. A change of hashes is a change of 
 """
 
 import functools
+import importlib
 import json
 import os
 
@@ -40,21 +41,21 @@ def test_bits_are_golden(golden_hashes, case):
 def test_qk_norm_rope_has_the_golden_bits_of_separate_ops(case, golden_hashes, monkeypatch):
     """All families share these bits: no sum of squares depends on its order, and no value is zero."""
     assert golden.load(families.CPU)[case] == golden.load(families.SM90)[case]
-    function, dtype = golden.CASES[case]
-    found = function(golden.Inputs(DEVICE, dtype))
+    golden_case, dtype = golden.CASES[case]
+    found = golden_case.function(golden.Inputs(DEVICE, dtype))
     assert all(bool(t.isfinite().all() and (t != 0).all()) for t in found)
-    monkeypatch.setattr(golden.ops, "qk_norm_rope", separate)
+    monkeypatch.setattr(importlib.import_module("alignkit.ops.qk_norm_rope.op"), "qk_norm_rope", separate)
     assert golden.hashes(case, DEVICE) == golden_hashes[case]
 
 
 @pytest.mark.parametrize("case", [case for case in golden.CASES if "gated_delta_rule" in case])
 def test_golden_gated_delta_rule_of_the_cpu_is_exact(case, monkeypatch):
     """Sums are exact, so their order changes no bit."""
-    function, dtype = golden.CASES[case]
-    found = function(golden.Inputs("cpu", dtype))
+    golden_case, dtype = golden.CASES[case]
+    found = golden_case.function(golden.Inputs("cpu", dtype))
     assert all(bool(t.isfinite().all()) and len(t.unique()) > 4 for t in found)
     monkeypatch.setattr(reference, "bwd_dhu", functools.partial(reference.bwd_dhu, dtype=torch.float64))
-    for a, b in zip(found, function(golden.Inputs("cpu", dtype)), strict=True):
+    for a, b in zip(found, golden_case.function(golden.Inputs("cpu", dtype)), strict=True):
         assert_bitwise_equal(a, b)
 
 

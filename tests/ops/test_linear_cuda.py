@@ -1,6 +1,6 @@
 """Linear on a GPU: all kernels give the same bits, and cuBLASLt runs only algorithms that passed a trial for them.
 
-Tests without the mark `gpu` run on a CPU, with classes in place of cublaslt.py's `_Product` and `_Trial`.
+Tests without `needs_gpu` run on a CPU too, with classes in place of cublaslt.py's `_Product` and `_Trial`.
 """
 
 import logging
@@ -22,7 +22,7 @@ from alignkit.testing import assert_bitwise_equal
 from .helpers import CPU, by_hopper, randn, seeds
 
 linear_ops = sys.modules[matmul.__module__]  # the function linear has the module's name
-gpu = pytest.mark.skipif(CPU, reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(CPU, reason="needs a GPU")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -392,7 +392,7 @@ def test_only_algorithms_that_passed_are_used(fresh, monkeypatch, verdicts, rows
         assert cublaslt._decide(p._replace(m=m), None) in (None, b"passed", b"also passed")
 
 
-@gpu
+@needs_gpu
 @settings(max_examples=10)  # each example may compile several kernels
 @given(
     m=st.integers(1, 700),
@@ -427,7 +427,7 @@ def test_providers_have_the_same_bits(m, n, k, a_by_k, b_by_k, pad, dtype, fp32_
     assert_bitwise_equal(matmul(a, b, out=base), want, "the choice, accumulating")
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize("k", [1, 16, 64])
 def test_additions_are_not_fused_into_the_product(k):
     """`x + (0 + p)` differs from `x + p` for a product p of several roundings.
@@ -452,7 +452,7 @@ def test_additions_are_not_fused_into_the_product(k):
             assert_bitwise_equal(got, want[0] + bias.float(), f"leaves of {k}, {parts} parts")
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize(
     "m,n,k,a_by_k,b_by_k",
     [
@@ -474,7 +474,7 @@ def test_cublaslt_computes_common_products(m, n, k, a_by_k, b_by_k, out_dtype):
     assert_bitwise_equal(got, by_triton(a, b, out_dtype))
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize("m", [1, 16, 256, 4096])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_cublaslt_adds_the_bias(m, dtype):
@@ -485,7 +485,7 @@ def test_cublaslt_adds_the_bias(m, dtype):
         assert_bitwise_equal(got, by_triton(a, b, dtype, bias=bias))
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize("k", [1088, 4096, 12288, 26216, 151936])
 @pytest.mark.parametrize("by_k", [True, False])
 def test_algorithm_is_tried_at_the_k_of_its_product(fresh, k, by_k):
@@ -499,7 +499,7 @@ def test_algorithm_is_tried_at_the_k_of_its_product(fresh, k, by_k):
     assert_bitwise_equal(out, by_triton(a, b))
 
 
-@gpu
+@needs_gpu
 def test_algorithm_that_fails_at_a_long_k_is_rejected_there(fresh, monkeypatch):
     """An algorithm that splits only a long k would fail this way."""
     launcher = cublaslt._Product.launcher
@@ -535,7 +535,7 @@ def split_in_two(launcher):
     return planted
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize("m", [1, 300])
 @pytest.mark.parametrize("out_dtype", [FP32, BF16])
 def test_algorithm_with_other_bits_is_rejected_and_logged(fresh, monkeypatch, caplog, m, out_dtype):
@@ -550,7 +550,7 @@ def test_algorithm_with_other_bits_is_rejected_and_logged(fresh, monkeypatch, ca
     assert all("'split_k'" in r.getMessage() and "failed the trial" in r.getMessage() for r in caplog.records)
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize("m", [8, 256])
 @pytest.mark.parametrize("known", [True, False])
 def test_graph_replays_the_same_bits(fresh, m, known):
@@ -581,7 +581,7 @@ def cuda_kernels():
     return cuda
 
 
-@gpu
+@needs_gpu
 @given(
     m=st.integers(1, 600),
     n=st.integers(1, 700),
@@ -607,7 +607,7 @@ def test_small_m_trees_have_the_same_bits_for_every_split(m, n, leaf, leaves, pa
     assert_bitwise_equal(matmul(a, b, leaves=leaves, bias=bias, out_dtype=out_dtype), want, "by choice")
 
 
-@gpu
+@needs_gpu
 @given(
     m=st.integers(1, 32),
     n=st.integers(1, 2112),
@@ -627,7 +627,7 @@ def test_narrow_chains_have_tritons_bits(m, n, k, pad, has_bias, out_dtype, seed
     assert_bitwise_equal(got, by_triton(a, b, out_dtype, bias=bias))
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize("case", ["leaf", "rows", "address", "bias", "fp32"])
 def test_unsupported_trees_are_left_to_triton(case):
     kernels = cuda_kernels()
@@ -642,7 +642,7 @@ def test_unsupported_trees_are_left_to_triton(case):
     assert kernels.tree_rejects(Product.of(families.CUDA, a, b, leaves, bias, out, False))
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize(
     "m,leaves,split",
     [(65, 8, (1,)), (40, 2, (1,)), (40, 8, (3,)), (40, 4, (8,)), (40, 8, (8, 80)), (40, 8, (8, 64, True))],
@@ -654,7 +654,7 @@ def test_invalid_split_of_a_tree_raises(m, leaves, split):
         kernels.tree(leaves, kernels.Split(*split), a, b, None, torch.empty(m, 64))
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize("leaves,has_bias", [(8, False), (4, True), (1, True)])
 def test_many_rows_have_the_same_bits_by_hopper_and_by_tiles(leaves, has_bias):
     from alignkit.ops.linear.triton import tiles
@@ -666,7 +666,7 @@ def test_many_rows_have_the_same_bits_by_hopper_and_by_tiles(leaves, has_bias):
     assert_bitwise_equal(got, want)
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize("m", [64, 256, 1000])
 @pytest.mark.parametrize("leaves,has_bias", [(8, False), (8, True), (1, True)])
 def test_graph_of_products_without_cublaslt(m, leaves, has_bias):
@@ -715,7 +715,7 @@ dependent_sizes = pytest.mark.parametrize(
 )
 
 
-@gpu
+@needs_gpu
 @dependent_sizes
 def test_products_wait_for_earlier_products(m, n, leaves):
     """Programmatic dependent launch starts them early."""
@@ -724,7 +724,7 @@ def test_products_wait_for_earlier_products(m, n, leaves):
     assert_bitwise_equal(out, want)
 
 
-@gpu
+@needs_gpu
 @dependent_sizes
 def test_products_in_a_graph_wait_for_earlier_products(m, n, leaves):
     run, out, want = dependent_products(m, n, leaves)
@@ -738,7 +738,7 @@ def test_products_in_a_graph_wait_for_earlier_products(m, n, leaves):
         assert_bitwise_equal(out, want)
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize("leaves", [1, 8])
 def test_current_stream_is_used(leaves):
     from alignkit.ops.linear.triton import tiles
@@ -757,7 +757,7 @@ def test_current_stream_is_used(leaves):
     assert_bitwise_equal(got, want)
 
 
-@gpu
+@needs_gpu
 def test_more_than_2_31_outputs():
     m, n = 2**14 + 8, 2**17 + 64
     a, b = operands(m, n, 64)
@@ -770,7 +770,7 @@ def test_more_than_2_31_outputs():
         assert_bitwise_equal(got[rows], by_triton(a[rows], b), f"Triton, rows {rows}")
 
 
-@gpu
+@needs_gpu
 def test_gradients_of_a_layer_are_chains():
     x, w = (t.requires_grad_() for t in (randn(3, 100, 64, dtype=BF16), randn(256, 64, dtype=BF16)))
     dy = randn(3, 100, 256, dtype=BF16)

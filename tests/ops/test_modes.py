@@ -119,11 +119,27 @@ def everything(given):
         "head_logits": [logits],
         "log_softmax": [ops.log_softmax(logits, temperature=0.7)],
         "token_logp": [ops.token_logp(logits, target[:, None], temperature=0.7)],
+        "paged_attention": [
+            ops.paged_attention(
+                q,
+                k[None],
+                k[None],
+                torch.zeros(1, 1, dtype=torch.int32),
+                torch.tensor([0, len(x)]),
+                torch.tensor([len(x)]),
+            )
+        ],
         "gated_delta_rule": list(
             chunk_gated_delta_rule_bwd_dhu(*[rule] * 5, gate, dht=state, scale=0.3, need_dh0=True)
         ),
     }
     return found
+
+
+def sums():
+    """Return results that differ between all modes: three sums and whether denormals are kept."""
+    one, eps = 1.0, sys.float_info.epsilon
+    return one + eps / 2, -one - eps / 2, one + eps * 0.75, sys.float_info.min * 0.5 > 0.0
 
 
 def assert_same(got, want, what):
@@ -139,11 +155,12 @@ def assert_same(got, want, what):
 def test_mode_of_the_caller_changes_no_bit(backend, dtype, mode):
     given = inputs(12 if backend == "reference" else 400, dtype)
     with dispatch.use(backend):
-        want = everything(given)
+        want, of_default = everything(given), sums()
         with in_mode(mode):
+            of_caller = sums()
+            assert of_caller != of_default
             assert_same(everything(given), want, mode)
-            if mode != "flush":
-                assert 1.0 + sys.float_info.epsilon / 2 + (mode != "up") > 1.0  # the caller's mode is restored
+            assert sums() == of_caller  # the caller's mode is restored
 
 
 @pytest.mark.skipif(not CPU, reason="the modes of a CPU")

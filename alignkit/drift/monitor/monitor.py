@@ -121,8 +121,8 @@ class Monitor:
     ) -> dict[str, float]:
         """Compare one batch, write a record and return the metrics.
 
-        The only GPU synchronization is the copy of `rollout_logp`, `train_logp` and `mask` to the CPU, plus the copy of
-        `tokens` at steps that differ.
+        Before the first alarm, the only GPU synchronization is the copy of `rollout_logp`, `train_logp` and `mask` to
+        the CPU, plus the copy of `tokens` at steps that differ.
 
         Args:
             step: Training step, in [0, 2^63); several calls may share a step.

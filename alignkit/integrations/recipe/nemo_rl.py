@@ -1,6 +1,7 @@
 """Rules for NeMo-RL's settings that affect numerics. Keys are those of NeMo-RL's YAML files.
 
 A setting that only Megatron-core or vLLM reads is judged by `engines`, and needs no rule here.
+docs/nemo-rl.md names the commit of NeMo-RL whose keys these are.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ FREE = re.compile(
 SERVING = re.compile(
     r"use_tqdm|enable_vllm_metrics_logger|vllm_metrics_logger_interval|expose_http_server|http_server_.*|reasoning_parser_plugin|"
     r"env_vars|skip_mm_profiling|moe_backend|use_deep_gemm|is_mx|quantization_ignored_layer_kws|num_(first|last)_layers_in_bf16|"
-    r"precision|async_engine"
+    r"async_engine"
 )
-"""NeMo-RL's own arguments of vLLM workers that do not affect the numerics of unquantized models."""
-_MEGATRON, _VLLM = "policy.megatron_cfg.", re.compile(r"policy\.generation\.vllm_(?:cfg|kwargs)\.([^.]+).*")
+"""Names under ``vllm_cfg``, NeMo-RL's own arguments, that do not affect the numerics of unquantized models."""
+_MEGATRON, _VLLM = "policy.megatron_cfg.", re.compile(r"policy\.generation\.vllm_(cfg|kwargs)\.([^.]+).*")
 
 
 def judge(recipe: Recipe) -> Iterator[Finding]:
@@ -95,8 +96,8 @@ def judge(recipe: Recipe) -> Iterator[Finding]:
             )
         elif key.startswith(_MEGATRON) and recipe.get("policy.megatron_cfg.enabled"):
             yield _training(setting, key.removeprefix(_MEGATRON), others)
-        elif (match := _VLLM.fullmatch(key)) and not SERVING.fullmatch(match[1]):
-            why = vllm_refusal(match[1], setting.value)
+        elif (match := _VLLM.fullmatch(key)) and not (match[1] == "cfg" and SERVING.fullmatch(match[2])):
+            why = vllm_refusal(match[2], setting.value)
             yield Finding(setting, UNSUPPORTED, why) if why else Finding(setting, SUPPORTED, "")
     yield Finding(Setting(*ENABLING_SETTING), ADD, "to the environment of the run: enables alignkit in NeMo-RL")
 

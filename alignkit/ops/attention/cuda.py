@@ -66,7 +66,7 @@ class Arguments(ctypes.Structure):
 
 @cuda.mirrors("AlignkitAttentionBackward")
 class Gradients(ctypes.Structure):
-    """Mirror of AlignkitAttentionBackward in csrc/sm90/attention/backward.cu."""
+    """Mirror of AlignkitAttentionBackward in csrc/sm90/attention/backward.cuh."""
 
     _fields_ = [
         *((name, _Heads) for name in ("q", "k", "v", "grad")),

@@ -318,7 +318,7 @@ def _trial_of(p: Problem) -> Problem:
 
     An algorithm's order along k may depend on k, e.g. beyond a limit. It does not depend on m and n: the tile is part
     of the configuration, and a hidden split of k would occur when tiles are few, as here. Operands grow with k, so from
-    k = 26214 on the trial has fewer outputs, down to 128 x 512, which still span several tiles. Operands take at most
+    k = 26215 on the trial has fewer outputs, down to 128 x 512, which still span several tiles. Operands take at most
     128 MiB up to k = 104857, and never more than twice p's own.
     """
     most_m, most_n = _TRIAL_OUTPUTS

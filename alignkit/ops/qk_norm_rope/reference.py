@@ -1,4 +1,4 @@
-"""Reference qk_norm_rope: the RMSNorm reference, then the rope reference, whose bits are the contract's."""
+"""Reference qk_norm_rope: the RMSNorm reference, then the rope reference, with the bits of the CPU family."""
 
 from __future__ import annotations
 

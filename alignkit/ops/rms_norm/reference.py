@@ -1,4 +1,7 @@
-"""Reference RMSNorm in torch, in the contract's order of summation (docs/contract.md, "RMSNorm")."""
+"""Reference RMSNorm in torch, in the CPU family's order of summation (docs/contract.md, "RMSNorm").
+
+cpu.py has the same bits. triton.py and cuda.py sum in the order of Hopper GPUs.
+"""
 
 from __future__ import annotations
 

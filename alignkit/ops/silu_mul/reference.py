@@ -1,4 +1,7 @@
-"""Reference silu_mul in torch; every operation is the contract's (docs/contract.md, "SiLU times up")."""
+"""Reference silu_mul in torch; every operation is the CPU family's contract (docs/contract.md, "SiLU times up").
+
+cpu.py has the same bits. triton.py has those of Hopper GPUs, whose `exp` differs.
+"""
 
 from __future__ import annotations
 

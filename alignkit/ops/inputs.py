@@ -1,0 +1,59 @@
+"""Inputs of the golden cases and of the self-test, equal on every machine and with every version of torch.
+
+A change of `Inputs` changes the golden bits of all cases. `Normal` may change: no stored result depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import torch
+
+
+class Inputs:
+    """Generator of a case's inputs on a device, identical on every machine and with every version of torch."""
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype):
+        self.device, self.dtype = torch.device(device), dtype
+
+    def integers(self, *shape: int, seed: int, below: int) -> torch.Tensor:
+        """Return pseudorandom int64 in [0, below)."""
+        v = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            v = (v ^ (v >> np.uint64(shift))) * np.uint64(factor)
+        v = torch.from_numpy(((v >> np.uint64(32)) % np.uint64(below)).astype(np.int64)).reshape(shape)
+        return v.to(self.device)
+
+    def values(self, *shape: int, seed: int, scale: float = 2.0**-6, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return multiples of `scale`, -100 to 100 times; exact in bf16 if `scale` is a power of two."""
+        return ((self.integers(*shape, seed=seed, below=201) - 100).double() * scale).to(dtype or self.dtype)
+
+    def tensor(self, data: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype, device=self.device)
+
+    def run(self, function: Callable, *leaves: torch.Tensor) -> list[torch.Tensor]:
+        """Return the outputs of `function` and the gradients of its leaves, for fixed gradients of the outputs."""
+        leaves = tuple(t.clone().requires_grad_() for t in leaves)
+        out = function(*leaves)
+        out = out if isinstance(out, tuple) else (out,)
+        grads = [self.values(*o.shape, dtype=o.dtype, seed=90 + i) for i, o in enumerate(out)]
+        torch.autograd.backward(out, grads)
+        return [*(o.detach() for o in out), *(cast(torch.Tensor, t.grad) for t in leaves)]
+
+
+class Normal:
+    """Generator of the self-test's inputs: normal values of one dtype on a device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu"):
+        self.dtype, self.device = dtype, device
+
+    def __call__(self, seed: int, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return normal values."""
+        values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return values.to(self.device, dtype or self.dtype)
+
+    def integers(self, seed: int, *shape: int, below: int) -> torch.Tensor:
+        """Return int64 in [0, below)."""
+        return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed)).to(self.device)

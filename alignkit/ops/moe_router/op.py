@@ -1,0 +1,58 @@
+"""The record of moe_router: kernels, custom ops, golden cases, self-test (../record.py)."""
+
+from __future__ import annotations
+
+import torch
+
+from ...runtime.dispatch import one_per_backend
+from .._common import require_tensors
+from ..record import EXPERTS, ROWS, Custom, Op, Rows
+from . import check, moe_router, route
+
+
+def _triton():
+    from . import triton
+
+    return triton
+
+
+def _cpu():
+    from . import cpu
+
+    return cpu
+
+
+def _reference():
+    from . import reference
+
+    return reference
+
+
+def _moe_router(logits, top_k, score, normalize, bias, groups, top_groups, scale):
+    require_tensors(logits=logits)
+    options = check(logits, top_k, score, normalize, bias, groups, top_groups, scale)
+    return route(logits, bias, options)
+
+
+def _fake_router(logits, top_k, *_):
+    shape = (*logits.shape[:-1], top_k)
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _self_test(normal):
+    yield Rows("moe_router", lambda z: moe_router(z, 2), [normal(17, ROWS, EXPERTS, dtype=torch.float32)])
+
+
+OP = Op(
+    "moe_router",
+    kernels={"moe_router": one_per_backend(_triton, _cpu, _reference)},
+    custom=(
+        Custom(
+            "moe_router(Tensor logits, int top_k, str score, bool normalize, Tensor? bias, int groups, int top_groups, "
+            "float scale) -> (Tensor, Tensor)",
+            _moe_router,
+            _fake_router,
+        ),
+    ),
+    self_test=_self_test,
+)

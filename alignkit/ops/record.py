@@ -1,0 +1,88 @@
+"""The record of an op: everything that other parts of the package derive from it.
+
+Each op's op.py holds one `Op`. `dispatch` takes its kernels, `library` its custom ops, `golden` its cases, `alignkit
+doctor` its self-test, `alignkit explain` its problems in words. tests/fuzz/problems.py generates its random calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..runtime.dispatch import Kernel
+from .inputs import Inputs, Normal
+from .words import Words
+
+ROWS, WIDTH, VOCAB, EXPERTS = 23, 256, 300, 8
+"""Sizes of the self-test's inputs. They may change: no stored result depends on them."""
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A custom op ``torch.ops.alignkit.NAME``, forward only."""
+
+    schema: str
+    """NAME and the arguments, in the language of torch.library. vLLM's cached graphs contain it."""
+    run: Callable
+    fake: Callable
+    """Function of the same arguments that returns tensors of the results' shapes and dtypes, without values."""
+
+    @property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A case of the golden bits; the name of `function` is a key of golden_*.json."""
+
+    function: Callable[[Inputs], list[torch.Tensor]]
+    slow: bool = False
+    """True if the reference backend needs minutes; another case then covers the same arithmetic."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A row-wise function for the self-test: each row's result must not depend on the other rows."""
+
+    name: str
+    function: Callable
+    inputs: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A test of the self-test: `run` returns the first difference, or None."""
+
+    name: str
+    run: Callable[[], str | None]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op and its parts.
+
+    Attributes:
+        folder: Folder of alignkit.ops.
+        kernels: Operation -> its kernels, fastest first. `dispatch.choose` and `select` take the operation's name.
+        described: Operation -> function of a backend and `Words` that returns a problem; for operations whose kernel
+            depends on the problem.
+        custom: Custom ops.
+        golden: Cases of the golden bits.
+        self_test: Function that yields the tests of `alignkit doctor`.
+    """
+
+    folder: str
+    kernels: Mapping[str, tuple[Kernel, ...]]
+    described: Mapping[str, Callable[[str, Words], Any]] = field(default_factory=dict)
+    custom: tuple[Custom, ...] = ()
+    golden: tuple[Golden, ...] = ()
+    self_test: Callable[[Normal], Iterator[Rows | Check]] = lambda normal: iter(())
+
+
+def fake_like(x: torch.Tensor, *_) -> torch.Tensor:
+    """Return a tensor of the shape and dtype of x, without values."""
+    return x.new_empty(x.shape)

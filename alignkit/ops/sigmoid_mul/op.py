@@ -1,0 +1,47 @@
+"""The record of sigmoid_mul: kernels, custom ops, golden cases, self-test (../record.py)."""
+
+from __future__ import annotations
+
+import torch
+
+from ...runtime.dispatch import one_per_backend
+from .._common import require_tensors
+from ..record import EXPERTS, ROWS, WIDTH, Custom, Op, Rows
+from . import check, forward, sigmoid_mul
+
+
+def _triton():
+    from . import triton
+
+    return triton
+
+
+def _cpu():
+    from . import cpu
+
+    return cpu
+
+
+def _reference():
+    from . import reference
+
+    return reference
+
+
+def _custom(gate, x):
+    require_tensors(gate=gate, x=x)
+    check(gate, x)
+    return forward(gate, x)
+
+
+def _self_test(normal):
+    gate = normal(17, ROWS, EXPERTS, dtype=torch.float32)
+    yield Rows("sigmoid_mul", lambda z, x: sigmoid_mul(z[:, :1], x), [gate, normal(0, ROWS, WIDTH)])
+
+
+OP = Op(
+    "sigmoid_mul",
+    kernels={"sigmoid_mul": one_per_backend(_triton, _cpu, _reference)},
+    custom=(Custom("sigmoid_mul(Tensor gate, Tensor x) -> Tensor", _custom, lambda gate, x: x.new_empty(x.shape)),),
+    self_test=_self_test,
+)

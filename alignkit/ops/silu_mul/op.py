@@ -1,0 +1,46 @@
+"""The record of silu_mul: kernels, custom ops, golden cases, self-test (../record.py)."""
+
+from __future__ import annotations
+
+from ...runtime import dispatch
+from ...runtime.dispatch import one_per_backend
+from .._common import as_rows, require_tensors
+from ..record import ROWS, WIDTH, Custom, Op, Rows, fake_like
+from . import check, silu_mul
+
+
+def _triton():
+    from . import triton
+
+    return triton
+
+
+def _cpu():
+    from . import cpu
+
+    return cpu
+
+
+def _reference():
+    from . import reference
+
+    return reference
+
+
+def _custom(gate, up):
+    require_tensors(gate=gate, up=up)
+    if gate.is_cpu or gate.shape != up.shape or gate.dtype != up.dtype:
+        check(gate, up)
+    return dispatch.select("silu_mul", gate.device).forward(as_rows(gate), as_rows(up)).view(gate.shape)
+
+
+def _self_test(normal):
+    yield Rows("silu_mul", silu_mul, [normal(0, ROWS, WIDTH), normal(1, ROWS, WIDTH)])
+
+
+OP = Op(
+    "silu_mul",
+    kernels={"silu_mul": one_per_backend(_triton, _cpu, _reference)},
+    custom=(Custom("silu_mul(Tensor gate, Tensor up) -> Tensor", _custom, fake_like),),
+    self_test=_self_test,
+)
