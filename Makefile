@@ -11,11 +11,14 @@ CHECK_ARGS ?=
 TEST_ARGS ?=
 # Number of test files that run at the same time; 0 runs all in one process.
 TEST_JOBS ?= 2
-FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.json
+FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.jsonl
 ENGINES = build/engines
 FRAMEWORKS = build/frameworks-py$(VERSION)
 
-.PHONY: check test test-slow lint docs fuzz gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-long gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-qk gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize gpu-figures kernels setup tables screenshots clean
+FIGURES = rms qk attention matmul logp moe gdn where-drift cost long
+BENCHMARKS = $(FIGURES) tree-sum e2e versions verl test sanitize
+
+.PHONY: check test test-slow lint docs fuzz $(BENCHMARKS:%=gpu-%) gpu-check gpu-figures kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -42,86 +45,26 @@ fuzz: setup
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
 # The gpu-* targets run on a machine with Hopper GPUs on which torch, triton, pytest, vLLM (0.24 to 0.26) and Megatron-core 0.19.2
-# are installed. They use no network and no virtual environment, and write JSON to $(RESULTS), whichever Hopper GPU runs
-# them. In a checkout without git history, ALIGNKIT_COMMIT names the commit.
+# are installed. They use no network and no virtual environment, and write JSON Lines to $(RESULTS), whichever Hopper GPU
+# runs them. In a checkout without git history, ALIGNKIT_COMMIT names the commit.
 RESULTS = benchmarks/results/h200
 GPU = PYTHONPATH=$(CURDIR):$$PYTHONPATH python3
-gpu-test gpu-check gpu-e2e gpu-versions gpu-cost gpu-long gpu-logp gpu-matmul gpu-gdn gpu-rms gpu-qk gpu-moe gpu-attention gpu-tree-sum gpu-where-drift gpu-verl gpu-sanitize: kernels
 
 kernels:
 	python3 setup.py --quiet build_ext --inplace
 
-# Tests of the ops and of both engines on CUDA.
-gpu-test:
-	$(GPU) benchmarks/gpu_tests.py $(TEST_ARGS)
+# A benchmark of `benchmarks/run.py --list`, with the options of its variable: TEST_ARGS, WHERE_DRIFT_ARGS, ...
+ARGS_OF = $($(shell echo $(1) | tr a-z- A-Z_)_ARGS)
+$(BENCHMARKS:%=gpu-%): gpu-%: kernels
+	$(GPU) benchmarks/run.py $* $(call ARGS_OF,$*)
 
 # The drift check, same as on the CPU.
-gpu-check:
+gpu-check: kernels
 	$(GPU) -m alignkit.cli check $(CHECK_ARGS) --out check-results
 	mkdir -p $(RESULTS) && cp check-results/check.json check-results/run.json $(RESULTS)
 
-# Rollout against training, pair by pair, at a realistic size and TP up to 4.
-gpu-e2e:
-	$(GPU) benchmarks/e2e.py $(E2E_ARGS)
-
-# The installed versions of both engines against each other, with a small model. Runs on a CPU too.
-gpu-versions:
-	$(GPU) benchmarks/versions.py $(VERSIONS_ARGS)
-
-# Rollout throughput and training step time, stock and aligned, with a profile.
-gpu-cost:
-	$(GPU) benchmarks/cost.py $(COST_ARGS)
-
-# Prefill and decode of stock and aligned engines, from one short request to many long ones, TP 1 and 2.
-gpu-long:
-	$(GPU) benchmarks/long.py $(LONG_ARGS)
-
-# linear_logp compared with every installed peer and with the bare GEMM.
-gpu-logp:
-	$(GPU) benchmarks/linear_logp.py $(LOGP_ARGS)
-
-# GEMMs of the linear layers compared with cuBLAS and others.
-gpu-matmul:
-	$(GPU) benchmarks/matmul.py $(MATMUL_ARGS)
-
-# The backward pass of the gated delta rule's state compared with flash-linear-attention.
-gpu-gdn:
-	$(GPU) benchmarks/gated_delta_rule.py $(GDN_ARGS)
-
-# RMSNorm, forward and backward, compared with peers and with a copy.
-gpu-rms:
-	$(GPU) benchmarks/rms_norm.py $(RMS_ARGS)
-
-# The fused QK norm and rotary embedding compared with the separate ops and peers.
-gpu-qk:
-	$(GPU) benchmarks/qk_norm_rope.py $(QK_ARGS)
-
-# Mixture of experts compared with peers.
-gpu-moe:
-	$(GPU) benchmarks/moe.py $(MOE_ARGS)
-
-# Attention, decode and packed, compared with FlashAttention 3 and cuDNN.
-gpu-attention:
-	$(GPU) benchmarks/attention.py $(ATTENTION_ARGS)
-
-# Sums over tensor-parallel ranks compared with NCCL.
-gpu-tree-sum:
-	$(GPU) benchmarks/tree_sum.py $(TREE_SUM_ARGS)
-
-# The origin of the drift of stock engines, its growth by layer, and each op's share.
-gpu-where-drift:
-	$(GPU) benchmarks/where_drift.py $(WHERE_DRIFT_ARGS)
-
-# verl's GRPO with and without alignkit. Needs verl, Ray and TransformerEngine.
-gpu-verl:
-	$(GPU) benchmarks/verl_grpo.py $(VERL_ARGS)
-
 # All measurements of one GPU, one after the other. Without a target: benchmarks/attention_schedules.py, fit_linear.py.
-gpu-figures: gpu-rms gpu-qk gpu-attention gpu-matmul gpu-logp gpu-moe gpu-gdn gpu-where-drift gpu-cost gpu-long
-
-# The tests of the ops under compute-sanitizer.
-gpu-sanitize:
-	$(GPU) benchmarks/sanitize.py $(SANITIZE_ARGS)
+gpu-figures: $(FIGURES:%=gpu-%)
 
 # Sources of the other engine versions whose hook points the tests resolve. They are read, never installed.
 $(ENGINES)/.fetched: tests/fetch_engines.py | setup

@@ -1,7 +1,7 @@
 """Time of attention against FlashAttention 3 and cuDNN, on one GPU: ``make gpu-attention``; options in ATTENTION_ARGS.
 
-Causal GQA in bf16. The result file, benchmarks/results/h200/attention.json, is ``{"runs": {...}, "rows": [...]}``;
-``runs`` maps a row's ``run`` to its environment. The fields of a row, which ``tables.py`` reads:
+Causal GQA in bf16. The result file is benchmarks/results/h200/attention.jsonl (``lib/results.py``). The fields of a
+row, which ``tables.py`` reads:
 
 ``impl``
     "alignkit"; "alignkit-triton", alignkit's Triton kernels; "fa3", FlashAttention 3 as vLLM calls it, with its own
@@ -27,13 +27,13 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 
 import torch
 from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.results import H200, backend, merge, read, row_keys, run_info, run_name, with_sources, write
+from lib.results import H200, backend, distinct, merge, read, row_keys, run_info, run_name, stale, with_sources, write
 from lib.stopwatch import Stopwatch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -49,6 +49,7 @@ MAX_COPIES = 16
 """Largest number of copies of a cache."""
 SPLITS = 32
 """vLLM's limit of FlashAttention 3's split-KV in CUDA graphs."""
+MEASURED_OPS = ("attention",)
 KEY = ("impl", "pass", "batch", "context", "heads", "kv_heads", "head_dim", "drawn")
 PEER = {"decode": "fa3", "forward": "fa3", "backward": "cudnn", "forward_backward": "cudnn"}
 OPERATIONS = {"forward": 4, "backward": 10, "forward_backward": 14}
@@ -323,7 +324,7 @@ def measure(case: Case, pass_name: str, impls: list[str], watch: Stopwatch, seco
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "attention.json", seconds=0.1, resume=True)
+    parser = options_parser(__doc__, H200 / "attention.jsonl", seconds=0.1, resume=True)
     parser.add_argument(
         "--only",
         nargs="+",
@@ -340,12 +341,16 @@ def main(arguments: list[str] | None = None) -> int:
 
     started, device = time.monotonic(), torch.device("cuda")
     watch, name = Stopwatch(device), run_name()
-    info = run_info(ops=["attention"], packages=["vllm"], seconds=options.seconds, backend=backend(device))
+    info = run_info(ops=MEASURED_OPS, packages=["vllm"], seconds=options.seconds, backend=backend(device))
     old = read(options.json)
     measured = row_keys(with_sources(old, info["sources"]), KEY) if options.resume else set()
     rows: list[dict] = []
+    planned = {pass_name: cases(pass_name, options.quick) for pass_name in options.only}
+    if options.only_stale:
+        found = distinct(stale(old, info["sources"], KEY), "pass", *(field.name for field in fields(Case)))
+        planned = {name: [Case(*case) for pass_name, *case in found if pass_name == name] for name in options.only}
     for pass_name in options.only:
-        for case in cases(pass_name, options.quick):
+        for case in planned[pass_name]:
             if tuple({"impl": "alignkit", "pass": pass_name, **asdict(case)}[k] for k in KEY) in measured:
                 continue
             if time_is_up(options, started):

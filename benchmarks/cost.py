@@ -12,10 +12,10 @@ fusions that need no TransformerEngine; "hf_compiled", Hugging Face's model with
 TransformerEngine's layer spec, skipped if it is not installed. Stock experts are SequentialMLP with Megatron-core's
 local layer spec and TEGroupedMLP with TransformerEngine's.
 
-benchmarks/results/h200/cost.json is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its
-environment. A row has ``what`` ("rollout" or "training"), ``case``, ``engine``, ``value``, ``unit`` and
-``ratio_to_stock``. Rows of training also have ``x``, the time or memory relative to "hf_compiled" in the same run.
-profile.json has the GPU time by kernel.
+The result files are benchmarks/results/h200/cost.jsonl and profile.jsonl (``lib/results.py``). A row of cost.jsonl has
+``what`` ("rollout" or "training"), ``case``, ``engine``, ``value``, ``unit`` and ``ratio_to_stock``. Rows of training
+also have ``x``, the time or memory relative to "hf_compiled" in the same run. A row of profile.jsonl has the GPU time
+by kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -35,7 +36,7 @@ from lib import profiles
 from lib.models import MOE_SIZES, random_lengths
 from lib.models import SIZES as DENSE
 from lib.options import parser as options_parser
-from lib.results import H200, merge, read, run_info, run_name, write
+from lib.results import H200, distinct, merge, read, run_info, run_name, sources, stale, write
 
 from alignkit.jobs.execute import Progress, execute, prepare
 from alignkit.jobs.job import Job
@@ -57,6 +58,10 @@ SHORT = 32
 """Prompt tokens of cases that measure decode."""
 KEY = ("what", "case", "engine", "unit")
 PROFILE_KEY = ("what", "case", "engine")
+SHAPE = re.compile(r"(\d+) x (\d+)")
+"""Micro-batch of a training case."""
+REQUESTS = re.compile(r"(\d+) request")
+"""Concurrency of a rollout case."""
 
 
 class Lines(Progress):
@@ -160,6 +165,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace, **more):
         """Create the command; `more` are further fields of its run in the result files."""
         self.options = options
+        self.keep: dict[str, set[tuple]] | None = None
+        """Keys of the rows to store, by file; None: all rows."""
         self.out = options.out.resolve()
         self.name = run_name()
         self.info = run_info(
@@ -267,7 +274,7 @@ class Bench:
     def save(
         self, what: str, rows: list[dict], results: dict[str, dict], new: Collection[str], title: str = ""
     ) -> None:
-        """Merge rows into cost.json and profile.json, and print those of the `new` engines.
+        """Merge rows into cost.jsonl and profile.jsonl, and print those of the `new` engines.
 
         `title` is the prefix of the profiles' case names.
         """
@@ -293,9 +300,11 @@ class Bench:
                 print(f"    {kernel['share']:6.1%} {kernel['ms']:9.3f} ms {kernel['calls']:>6} {kernel['name']}")
         folder = self.options.json
         for path, new_rows, key in (
-            (folder / "cost.json", rows, KEY),
-            (folder / "profile.json", profiled, PROFILE_KEY),
+            (folder / "cost.jsonl", rows, KEY),
+            (folder / "profile.jsonl", profiled, PROFILE_KEY),
         ):
+            if self.keep is not None:
+                new_rows = [row for row in new_rows if tuple(row[k] for k in key) in self.keep[path.name]]
             if new_rows:
                 write(path, merge(read(path), self.name, self.info, new_rows, key))
 
@@ -353,17 +362,59 @@ def main(arguments: list[str] | None = None) -> int:
         default=not torch.cuda.is_available(),
         help="run vLLM without torch.compile and CUDA graphs",
     )
+    parser.set_defaults(parts=None)
     parser.add_argument("--timeout", type=float, default=300.0, help="time limit of an engine, in seconds")
     parser.add_argument("--out", type=Path, default=Path("check-results/cost"), help="folder for logs")
     options = parser.parse_args(arguments)
-    if options.turns is None:
-        options.turns = options.size not in DUMMY_WEIGHTS
-
-    started = time.monotonic()
     if len(gpus()) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus()[0]
+    if options.only_stale:
+        return max((measure(each, keep) for each, keep in stale_commands(options)), default=0)
+    return measure(options)
+
+
+def stale_commands(options: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, dict[str, set[tuple]]]]:
+    """Yield the options of each model size and part that has stale rows, with the keys of these rows by file.
+
+    All engines of the part's rows run, because ratios are relative to others in the same run.
+    """
+    keys = {"cost.jsonl": KEY, "profile.jsonl": PROFILE_KEY}
+    files = {name: read(options.json / name) for name in keys}
+    groups: dict[tuple[str, str], dict[str, list[dict]]] = {}
+    for name, contents in files.items():
+        for row in stale(contents, sources(), keys[name]):
+            group = contents["runs"][row["run"]]["size"], row["what"]
+            groups.setdefault(group, {file: [] for file in keys})[name].append(row)
+    for (size, what), rows in groups.items():
+        stored = [
+            row
+            for contents in files.values()
+            for row in contents.get("rows", [])
+            if (contents["runs"][row["run"]]["size"], row["what"]) == (size, what)
+        ]
+        engines, cases = ({row[field] for row in stored} for field in ("engine", "case"))
+        numbers = [tuple(map(int, found.groups())) for case in sorted(cases) if (found := SHAPE.search(case))]
+        counts = [int(found[1]) for case in sorted(cases) if (found := REQUESTS.search(case))]
+        chosen = {
+            "size": size,
+            "only": [what] * bool(rows["cost.jsonl"]) + ["profile"] * bool(rows["profile.jsonl"]),
+            "engines": [engine for engine in options.engines if engine in engines],
+            "shapes": list(dict.fromkeys(numbers)) if what == "training" else options.shapes,
+            "concurrency": sorted(set(counts)) if what == "rollout" else options.concurrency,
+            "parts": [what],
+        }
+        keep = {name: set(distinct(rows[name], *key)) for name, key in keys.items()}
+        yield argparse.Namespace(**vars(options) | chosen), keep
+
+
+def measure(options: argparse.Namespace, keep: dict[str, set[tuple]] | None = None) -> int:
+    """Run the engines and merge their rows, or those with the keys `keep`; return the exit status."""
+    if options.turns is None:
+        options.turns = options.size not in DUMMY_WEIGHTS
+    started = time.monotonic()
     bench = Bench(options, max_tokens=options.max_tokens)
-    parts = [part for part in MEASURED if part in options.only] or MEASURED
+    bench.keep = keep
+    parts = options.parts or [part for part in MEASURED if part in options.only] or MEASURED
     model = bench.prepare(weights=options.size not in DUMMY_WEIGHTS and "rollout" in parts)
     print(f"model written ({time.monotonic() - started:.0f} s)", flush=True)
     with interrupted_by_sigterm():

@@ -2,12 +2,12 @@
 
 Real vLLM and Megatron-core engines run in separate processes on random-weight models of realistic size, in bf16. Each
 of 64 prompts has 5 to 1500 tokens and 128 sampled tokens; the model qwen3-long has 6 prompts of up to 32000 tokens.
-benchmarks/results/h200/e2e.json is updated after each pair. Several commands, such as one per model, can share the
+benchmarks/results/h200/e2e.jsonl is updated after each pair. Several commands, such as one per model, can share the
 file; a new row replaces the row with the same key.
 
-The file is ``{"runs": {...}, "rows": [...]}``. A row has the fields of check.json and ``model``, ``rollout_tp``,
-``rollout_dp``, ``training_tp``, ``sequence_parallel``, ``spec`` (layer spec, "local" or "te" for TransformerEngine),
-``ep``, ``pp``, ``cp`` and ``run``. ``runs`` maps a row's ``run`` to its date, commit, versions, GPUs and options.
+A row (``lib/results.py``) has the fields of check.json and ``model``, ``rollout_tp``, ``rollout_dp``, ``training_tp``,
+``sequence_parallel``, ``spec`` (layer spec, "local" or "te" for TransformerEngine), ``ep``, ``pp`` and ``cp``. A run
+has the options.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from lib.models import MOE_SIZES, SIZES, random_lengths
 from lib.options import parser as options_parser
-from lib.results import H200, merge, read, run_info, run_name, write
+from lib.results import H200, distinct, merge, read, run_info, run_name, sources, stale, write
 
 from alignkit.check import plan
 from alignkit.check.plan import Row
@@ -164,7 +164,7 @@ def engines_per_gpu(models: Sequence[str]) -> int:
 
 
 def to_json(model: str, compared: Compared) -> dict:
-    """Return a row of e2e.json."""
+    """Return a row of e2e.jsonl."""
     row = compared.row
     return {
         "model": model,
@@ -229,7 +229,7 @@ class Comparisons(Terminal):
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 0 if all patched rows are bit-equal, 1 if one is not, 2 if an engine failed."""
-    parser = options_parser(__doc__, H200 / "e2e.json")
+    parser = options_parser(__doc__, H200 / "e2e.jsonl")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to run; default: all")
     parser.add_argument(
         "--parts",
@@ -271,6 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         lengths = random_lengths(workloads[model].prompts, workloads[model].longest)
         prompts[model] = draw_prompts(SIZES[options.size]["vocab"], 0, lengths)
+    with_stock = MODELS if options.only_stale else with_stock
     parts = {model: options.parts or (PARTS if model in with_stock else PARTS[:-1]) for model in options.models}
     if LONG in parts:
         parts[LONG] = [part for part in parts[LONG] if part in ("modes", "tp")]
@@ -283,6 +284,11 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         for model in options.models
     }
+    if options.only_stale:
+        found = distinct(stale(read(options.json), sources(), KEY), *KEY)
+        for model, planned in wanted.items():
+            wanted[model] = [r for r in planned if (model, r.dtype, r.rollout, r.training, r.patched) in found]
+        options.models = [model for model in options.models if wanted[model]]
     skipped = 0 if installed("transformer_engine") else remove_te(wanted)
     jobs, shapes = [], {}
     for model in options.models:

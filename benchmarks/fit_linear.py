@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import re
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lib.linear_algorithms import cut_name
+from lib.results import read
 from lib.spread import geometric_mean
 
 from alignkit.ops.linear import cost, cuda
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="result files of matmul.py --candidates")
     options = parser.parse_args(arguments)
-    rows = [row for path in options.files for row in json.loads(path.read_text())["rows"]]
+    rows = [row for path in options.files for row in read(path)["rows"]]
     rows = [r for r in rows if r["leaves"] > 1 and r["pass"] == "forward" and r["ways"]]
     print(
         "| m | n | k | leaves | chosen | us | predicted | fastest | us | ratio |\n"

@@ -1,9 +1,8 @@
 """Time of the gated delta rule's state backward against flash-linear-attention: ``make gpu-gdn``; options in GDN_ARGS.
 
-The peer is flash-linear-attention's Triton kernel, on one GPU, in bf16 with K = V = 128, base-2 gates and states
-[K, V]. The result file, benchmarks/results/h200/gdn_bwd_dhu.json, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps
-a row's ``run`` to its environment, with the geometric mean and the minimum of its rows' ``x``. The fields of a
-row, which ``tables.py`` reads:
+The peer is flash-linear-attention's Triton kernel, on one GPU, in bf16 with K = V = 128, base-2 gates and states [K,
+V]. The result file is benchmarks/results/h200/gdn_bwd_dhu.jsonl (``lib/results.py``). A run has the geometric mean and
+the minimum of its rows' ``x``. The fields of a row, which ``tables.py`` reads:
 
 ``b``, ``t``, ``h``, ``mode``, ``layout``
     Batch size, tokens, heads; the inputs present: g, gk, or dht with dh0; "dense", or "packed" with the number of
@@ -31,11 +30,12 @@ from dataclasses import dataclass
 import torch
 from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.results import H200, backend, merge, read, row_keys, run_info, run_name, with_sources, write
+from lib.results import H200, backend, merge, read, row_keys, run_info, run_name, stale, with_sources, write
 from lib.stopwatch import Stopwatch, copy_speed
 
 from alignkit.ops.gated_delta_rule import CHUNK, chunk_gated_delta_rule_bwd_dhu
 
+MEASURED_OPS = ("gated_delta_rule",)
 KEY = ("b", "t", "h", "mode", "layout")
 MODES = ("none", "dht+dh0", "g", "gk", "g+gk")
 DIM = 128
@@ -53,6 +53,12 @@ class Case:
     def key(self) -> dict:
         layout = f"packed {self.sequences}" if self.sequences else "dense"
         return {"b": self.b, "t": self.t, "h": self.h, "mode": self.mode, "layout": layout}
+
+    @classmethod
+    def of(cls, row: dict) -> Case:
+        """Return the case of a row."""
+        sequences = row["layout"].partition("packed ")[2]
+        return cls(row["b"], row["t"], row["h"], row["mode"], int(sequences or 0))
 
 
 def cases(heads: list[int]) -> list[Case]:
@@ -167,7 +173,7 @@ def summary(rows: list[dict]) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "gdn_bwd_dhu.json", seconds=0.2, resume=True)
+    parser = options_parser(__doc__, H200 / "gdn_bwd_dhu.jsonl", seconds=0.2, resume=True)
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 32, 64], help="numbers of heads")
     parser.add_argument(
         "--compile", nargs=3, help=argparse.SUPPRESS
@@ -183,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     speed = copy_speed(watch)
     name = run_name()
     info = run_info(
-        ops=["gated_delta_rule"],
+        ops=MEASURED_OPS,
         packages=["fla-core"],
         seconds=options.seconds,
         copy_tb_s=speed / 1e12,
@@ -192,6 +198,8 @@ def main(arguments: list[str] | None = None) -> int:
     old = read(options.json)
     measured = row_keys(with_sources(old, info["sources"]), KEY) if options.resume else set()
     remaining = [case for case in cases(options.heads) if tuple(case.key().values()) not in measured]
+    if options.only_stale:
+        remaining = [Case.of(row) for row in stale(old, info["sources"], KEY)]
     compile_peer(remaining)
     rows: list[dict] = []
     for case in remaining:

@@ -4,10 +4,9 @@ Each test file runs in its own pytest process. Lanes of suites run concurrently,
 Failures are printed at once. When ``--minutes`` have passed, running tests are interrupted and no further tests start.
 Other arguments are passed to pytest.
 
-The counts of a completed suite are written to benchmarks/results/h200/gpu_test.json, which is ``{"runs": {...}, "rows":
-[...], "not_run": [...]}``; ``runs`` maps a row's ``run`` to the date, commit, versions and GPUs. All rows have the same
-source digest (``lib.results.sources``): a suite that runs alone keeps the other suites' rows if their digest is equal,
-otherwise it removes them. ``not_run`` names the suites without a row. The fields of a row, which ``tables.py`` reads:
+The counts of a completed suite are written to benchmarks/results/h200/gpu_test.jsonl (``lib/results.py``). All rows
+have the same source digest (``lib.results.sources``): a suite that runs alone keeps the other suites' rows if their
+digest is equal, otherwise it removes them. The fields of a row, which ``tables.py`` reads:
 
 ``suite``, ``passed``, ``failed``, ``skipped``, ``failures``, ``exit_status``, ``seconds``
     Counts of tests, names of the failed ones, pytest's largest exit status, and the duration.
@@ -44,7 +43,7 @@ from pathlib import Path
 
 from lib.failures import MARK
 from lib.options import parser as options_parser
-from lib.results import H200, ROOT, merge, read, run_name, sources, with_sources, write
+from lib.results import H200, ROOT, distinct, merge, read, run_name, sources, stale, with_sources, write
 
 from alignkit.jobs.execute import stop
 from alignkit.jobs.terminal import interrupted_by_sigterm
@@ -69,6 +68,7 @@ SUITES = {
 
 The files of "ops" are distributed over the GPUs. Other suites use all GPUs, and run `AT_ONCE` files at a time.
 """
+KEY = ("suite",)
 AT_ONCE = {"megatron": 2}
 """Concurrent files of a suite; default: 1."""
 WITHOUT_A_GPU = ("_on_cpu.py", "_interpreted.py")
@@ -261,7 +261,7 @@ def missing(contents: dict) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "gpu_test.json")
+    parser = options_parser(__doc__, H200 / "gpu_test.jsonl")
     installed = [s for s in SUITES if s not in NEED_PACKAGES or importlib.util.find_spec(NEED_PACKAGES[s])]
     parser.add_argument(
         "--suites", nargs="+", choices=SUITES, default=installed, help="default: all with installed packages"
@@ -270,6 +270,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="time limit, after which all tests are stopped")
     options, rest = parser.parse_known_args(arguments)
     name, info, rows = run_name(), machine() | {"sources": sources()}, []
+    if options.only_stale:
+        found = distinct(stale(read(options.json), info["sources"], KEY), *KEY)
+        options.suites = [suite for suite in options.suites if (suite,) in found]
     old = with_sources(read(options.json), info["sources"])
     contents, lock, clock = old, threading.Lock(), Clock(options.minutes)
 
@@ -281,8 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             with lock:
                 rows.append(row)
-                contents = merge(old, name, info, rows, ("suite",))
-                contents["not_run"] = missing(contents)
+                contents = merge(old, name, info, rows, KEY)
                 write(options.json, contents)
 
     pool = ThreadPoolExecutor(len(LANES))

@@ -2,10 +2,10 @@
 
 The benchmark computes logprobs of target tokens from bf16 hidden states [n, d] and a bf16 LM head [v, d]. Peers are
 torch (eager and compiled), Liger's Triton and CuTe kernels, CCE, verl's kernel and QuACK, all in one process. The
-default is three training shapes, and decode. A peer that is not installed or fails is an entry of ``meta.errors``.
+default is three training shapes, and decode. A peer that is not installed or fails gets a row with ``error``.
 
-The result file, benchmarks/results/h200/linear_logp.json, is ``{"meta": {...}, "rows": [...]}``; ``meta.runs`` maps a
-row's ``run`` to its environment. The fields of a row, which ``tables.py`` reads:
+The result file is benchmarks/results/h200/linear_logp.jsonl (``lib/results.py``). The fields of a row, which
+``tables.py`` reads:
 
 ``n``, ``d``, ``v``, ``impl``, ``pass``
     "forward"; "forward_backward", with the gradients of both inputs; "decode", the logits of n requests and their
@@ -46,7 +46,7 @@ from functools import cached_property, partial
 import torch
 from lib.options import parser as options_parser
 from lib.options import time_is_up
-from lib.results import H200, backend, merge, read, row_keys, run_info, run_name, with_sources, write
+from lib.results import H200, backend, distinct, merge, read, row_keys, run_info, run_name, stale, with_sources, write
 from lib.stopwatch import Stopwatch
 from torch.nn.functional import cross_entropy, linear
 
@@ -63,6 +63,7 @@ DIMENSIONS = (1024, 2048, 4096, 5120, 8192)
 VOCABULARIES = (32000, 128256, 151936, 262144)
 SHARDS = (1, 2, 4, 8)
 """Tensor-parallel sizes, by which the vocabulary is divided."""
+MEASURED_OPS = ("linear_logp",)
 KEY = ("n", "d", "v", "impl", "pass")
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl", "verl")
 CHUNK = 1 << 28
@@ -330,17 +331,13 @@ def measure(problem: Problem, name: str, pass_name: str, watch: Stopwatch, secon
 
 
 def contents(old: dict, name: str, info: dict, rows: list[dict], errors: list[dict]) -> dict:
-    """Return the contents of the result file after run `name`; new rows and errors replace those of equal key."""
-    meta = old.get("meta", {})
-    merged = merge({"runs": meta.get("runs", {}), "rows": old.get("rows", [])}, name, info, rows, KEY)
-    replaced = {tuple(entry.get(k) for k in KEY) for entry in rows + errors}
+    """Return the contents of the result file after run `name`.
+
+    New rows and errors replace those of equal key. The error of an import goes once the implementation has a row.
+    """
     started = {row["impl"] for row in rows}
-    kept = [
-        e
-        for e in meta.get("errors", [])
-        if tuple(e.get(k) for k in KEY) not in replaced and not ("n" not in e and e["impl"] in started)
-    ]
-    return {"meta": {"runs": merged["runs"], "errors": kept + errors}, "rows": merged["rows"]}
+    kept = [row for row in old.get("rows", []) if "n" in row or row["impl"] not in started]
+    return merge(old | {"rows": kept}, name, info, rows + errors, KEY)
 
 
 def line(row: dict) -> str:
@@ -372,7 +369,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, device: torch.device):
         self.options, self.device, self.watch = options, device, Stopwatch(device)
         self.name = run_name()
-        self.info = run_info(ops=["linear_logp"], seconds=options.seconds, backend=backend(device))
+        self.info = run_info(ops=MEASURED_OPS, seconds=options.seconds, backend=backend(device))
         self.info["versions"] |= packages()
         self.old = read(options.json)
         self.rows: list[dict] = []
@@ -413,9 +410,12 @@ class Bench:
 
     def run(self, wanted: list[tuple[Shape, tuple[str, ...]]], names: list[str]) -> None:
         began = time.monotonic()
+        rows = stale(self.old, self.info["sources"], KEY)
+        if self.options.only_stale:
+            names = [name for name in names if name in {row["impl"] for row in rows}]
         names = [name for name in names if self.can_import(name)]
-        old = {"runs": self.old.get("meta", {}).get("runs", {}), "rows": self.old.get("rows", [])}
-        measured = row_keys(with_sources(old, self.info["sources"]), KEY) if self.options.resume else set()
+        fresh = [row for row in with_sources(self.old, self.info["sources"])["rows"] if "error" not in row]
+        measured = row_keys({"rows": fresh}, KEY) if self.options.resume else set()
         remaining = [
             (
                 size,
@@ -428,6 +428,12 @@ class Bench:
             )
             for size, passes in wanted
         ]
+        if self.options.only_stale:
+            rows = [row for row in rows if row["impl"] in names]
+            remaining = [
+                (size, [(row["impl"], row["pass"]) for row in rows if (row["n"], row["d"], row["v"]) == size])
+                for size in distinct(rows, "n", "d", "v")
+            ]
         count = sum(len(mine) for _, mine in remaining)
         for size, mine in remaining:
             problem = Problem(size, self.device) if mine else None
@@ -447,7 +453,7 @@ def _warm(device: torch.device) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 1 if one of alignkit's implementations failed."""
-    parser = options_parser(__doc__, H200 / "linear_logp.json", seconds=0.5, resume=True)
+    parser = options_parser(__doc__, H200 / "linear_logp.jsonl", seconds=0.5, resume=True)
     parser.add_argument(
         "--shapes", nargs="+", type=shape, help="rows n, hidden size d, vocabulary v, such as 4096x2048x151936"
     )

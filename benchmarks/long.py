@@ -10,8 +10,8 @@ cache except for their last block. The decode time is the time of `out` tokens m
 it contains decode steps alone. Values are medians of three repeats, and of more for cells with few tokens, whose steps
 are CPU-bound and vary more.
 
-benchmarks/results/h200/long.json, or moe.json for MoE models, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a
-row's ``run`` to its environment and the engines' startup times. The fields of a row, which ``tables.py`` reads:
+The result file is benchmarks/results/h200/long.jsonl, or moe.jsonl for MoE models (``lib/results.py``). A run has the
+engines' startup times. The fields of a row, which ``tables.py`` reads:
 
 ``size``, ``engine``, ``tp``, ``requests``, ``prompt``, ``out``
     Model, engine, tensor-parallel size, and the cell.
@@ -31,6 +31,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ import torch
 from cost import SIZES, Bench
 from lib.models import MOE_SIZES, model_bytes
 from lib.options import parser as options_parser
-from lib.results import H200, merge, read, write
+from lib.results import H200, distinct, merge, read, sources, stale, write
 
 from alignkit.jobs.terminal import interrupted_by_sigterm
 from alignkit.runtime.machine import gpus, no_room
@@ -156,7 +157,7 @@ def _cell(text: str) -> Cell:
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 2 if an engine failed, else 0."""
-    parser = options_parser(__doc__, None, json="result file; default: long.json, or moe.json for an MoE model")
+    parser = options_parser(__doc__, None, json="result file; default: long.jsonl, or moe.jsonl for an MoE model")
     parser.add_argument(
         "--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines to measure; default: all"
     )
@@ -183,13 +184,47 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="time limit of concurrent engines, in seconds")
     parser.add_argument("--out", type=Path, default=Path("check-results/long"), help="folder for logs")
     options = parser.parse_args(arguments)
-    is_moe = options.size in MOE_SIZES
-    cells = options.cells or list(EXPERTS if is_moe else DENSE)
-    path = options.json or H200 / ("moe.json" if is_moe else "long.json")
+    if options.only_stale:
+        return max((measure(each, keep) for each, keep in stale_commands(options)), default=0)
     ranks = options.tp or [1, *([2] if len(gpus()) > 1 else [])]
     for tp in ranks:
         if problem := no_room(tp):
             parser.error(f"--tp: {problem}")
+    options.tp = ranks
+    return measure(options)
+
+
+def result_file(options: argparse.Namespace) -> Path:
+    return options.json or H200 / ("moe.jsonl" if options.size in MOE_SIZES else "long.jsonl")
+
+
+def stale_commands(options: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, set[tuple]]]:
+    """Yield the options of each model size and number of ranks that has stale rows, with the keys of these rows.
+
+    Stock runs too, because ratios are relative to stock's in the same run.
+    """
+    for path in [options.json] if options.json else [H200 / "long.jsonl", H200 / "moe.jsonl"]:
+        rows = stale(read(path), sources(), KEY)
+        for size, tp in distinct(rows, "size", "tp"):
+            mine = [row for row in rows if (row["size"], row["tp"]) == (size, tp)]
+            engines = {"stock", *(row["engine"] for row in mine)}
+            chosen = {
+                "json": path,
+                "size": size,
+                "tp": [tp],
+                "cells": [Cell(*cell) for cell in distinct(mine, "requests", "prompt", "out")],
+                "engines": [engine for engine in ENGINES if engine in engines],
+            }
+            if no_room(tp):
+                print(f"not measured, {no_room(tp)}: {size}, TP {tp}")
+                continue
+            yield argparse.Namespace(**vars(options) | chosen), set(distinct(mine, *KEY))
+
+
+def measure(options: argparse.Namespace, keep: set[tuple] | None = None) -> int:
+    """Run the engines and merge their rows, or those with the keys `keep`; return the exit status."""
+    cells = options.cells or list(EXPERTS if options.size in MOE_SIZES else DENSE)
+    path, ranks = result_file(options), options.tp
 
     started = time.monotonic()
     bench = Bench(options, cells=[list(cell) for cell in cells])
@@ -211,8 +246,9 @@ def main(arguments: list[str] | None = None) -> int:
             for found in bench.rollout_engines(specs, at_once, f"{{}} TP {tp}".format):
                 results += [result | {"tp": tp} for result in found]
                 all_rows = rows(results, cells, options.size)
-                if all_rows:
-                    write(path, merge(read(path), bench.name, bench.info, all_rows, KEY))
+                kept = [row for row in all_rows if keep is None or tuple(row[k] for k in KEY) in keep]
+                if kept:
+                    write(path, merge(read(path), bench.name, bench.info, kept, KEY))
                 for result in found:
                     mine = [row for row in all_rows if (row["engine"], row["tp"]) == (result["engine"], tp)]
                     print(f"{result['engine']}: startup took {result['start_seconds']} s", *map(line, mine), sep="\n")

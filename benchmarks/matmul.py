@@ -1,10 +1,9 @@
 """Time of linear layers' GEMMs against cuBLAS and others, on one GPU: ``make gpu-matmul``; options in MATMUL_ARGS.
 
 The GEMMs are bf16: the layers of Qwen3-8B, and one rank's of Llama-70B at TP 8. ``--draw SEED`` measures random GEMMs
-instead, with layer, tensor-parallel size, pass and M sampled from all dense sizes of Qwen2.5, Qwen3, Llama 2 and
-Llama 3, and reports the distribution of the ratios. The result file, benchmarks/results/h200/matmul.json, is
-``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its environment. The fields of a row, which
-``tables.py`` reads:
+instead, with layer, tensor-parallel size, pass and M sampled from all dense sizes of Qwen2.5, Qwen3, Llama 2 and Llama
+3, and reports the distribution of the ratios. The result file is benchmarks/results/h200/matmul.jsonl
+(``lib/results.py``). The fields of a row, which ``tables.py`` reads:
 
 ``case``
     Model and layer; for k-trees, and for row-parallel layers measured with fewer leaves, also the leaves.
@@ -51,13 +50,14 @@ from lib.linear_algorithms import algorithms, chosen
 from lib.models import DENSE
 from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.results import H200, backend, merge, read, run_info, run_name, with_sources, write
+from lib.results import H200, backend, distinct, merge, read, run_info, run_name, sources, stale, with_sources, write
 from lib.stopwatch import Stopwatch
 from torch.nn.functional import linear
 
 from alignkit.ops.linear import matmul
 from alignkit.ops.linear.problem import Product as Description
 
+MEASURED_OPS = ("linear",)
 KEY = ("case", "impl", "pass", "m", "draw")
 FEW = tuple(2**i for i in range(9))
 """Values of M that are timed in a CUDA graph."""
@@ -359,8 +359,8 @@ def measure_algorithms(problem: Problem, pass_name: str, watch: Stopwatch, secon
 
 def run_candidates(options, cells: list[Cell], started: float, device: torch.device) -> int:
     """Time all algorithms for each cell; the file is updated every few seconds."""
-    watch, rows, reported = Stopwatch(device), [], time.monotonic()
-    info = run_info(ops=["linear"], draw=options.draw, seconds=options.seconds, backend=backend(device))
+    watch, name, rows, reported = Stopwatch(device), run_name(), [], time.monotonic()
+    info = run_info(ops=MEASURED_OPS, draw=options.draw, seconds=options.seconds, backend=backend(device))
     for i, (case, m, pass_name) in enumerate(cells):
         if time_is_up(options, started):
             break
@@ -374,9 +374,9 @@ def run_candidates(options, cells: list[Cell], started: float, device: torch.dev
             )
         if last or time.monotonic() - reported > 5:
             reported = time.monotonic()
-            write(options.candidates, {"info": info, "rows": rows})
+            write(options.candidates, {"runs": {name: info}, "rows": [row | {"run": name} for row in rows]})
             print(f"{i + 1} of {len(cells)} GEMMs, {reported - started:.0f} s", flush=True)
-    write(options.candidates, {"info": info, "rows": rows})
+    write(options.candidates, {"runs": {name: info}, "rows": [row | {"run": name} for row in rows]})
     groups: dict[str, list[dict]] = {}
     for row in rows:
         if row["by"] in row["ways"]:
@@ -429,24 +429,21 @@ def line(rows: list[dict]) -> str:
     return f"{rows[0]['case']}, {rows[0]['m']} rows, {rows[0]['pass']}: {', '.join(times)}"
 
 
-def run_random(options, cells: list[Cell], started: float, device: torch.device) -> int:
-    """Time random cells with cuBLAS and alignkit, and report the distribution of the ratios."""
+def run_random(options, seed: int, cells: list[Cell], started: float, device: torch.device) -> int:
+    """Time random cells of a seed with cuBLAS and alignkit, and report the distribution of the ratios."""
     watch, impls = Stopwatch(device), loaded([name for name in ("cublas", "alignkit") if name in options.impl])
-    name, info = (
-        run_name(),
-        run_info(ops=["linear"], draw=options.draw, seconds=options.seconds, backend=backend(device)),
-    )
+    name, info = (run_name(), run_info(ops=MEASURED_OPS, draw=seed, seconds=options.seconds, backend=backend(device)))
     old, rows, done, reported = _read(options.json), [], 0, started
     for case, m, pass_name in cells:
         if time_is_up(options, started):
             break
-        rows += measure_random(Problem(case, m, device), pass_name, impls, watch, options.seconds)
+        found = measure_random(Problem(case, m, device), pass_name, impls, watch, options.seconds)
+        rows += [row | {"draw": seed} for row in found]
+        write(options.json, merge(old, name, info, rows, KEY))
         done += 1
         if time.monotonic() - reported > 5:
             reported = time.monotonic()
             print(f"{done} of {len(cells)} GEMMs, {reported - started:.0f} s", flush=True)
-    rows = [row | {"draw": options.draw} for row in rows]
-    write(options.json, merge(old, name, info, rows, KEY))
     ours = [row for row in rows if row["impl"] == "alignkit" and row["x"] is not None]
     print(spread.tables(ours) if ours else "no ratios: no GEMM was timed with both cublas and alignkit")
     print(f"{done} of {len(cells)} GEMMs, {time.monotonic() - started:.0f} s; {options.json}")
@@ -460,7 +457,7 @@ def _read(path: Path) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "matmul.json", seconds=0.1, resume=True)
+    parser = options_parser(__doc__, H200 / "matmul.jsonl", seconds=0.1, resume=True)
     parser.add_argument("--cases", nargs="+", help="prefixes of case names; default: all")
     parser.add_argument(
         "--impl", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to measure; default: all"
@@ -483,9 +480,17 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     if options.draw is not None:
         cells = random_cells(options.draw, options.cells, options.trees)
-        return (run_candidates if options.candidates else run_random)(options, cells, started, device)
+        if options.candidates:
+            return run_candidates(options, cells, started, device)
+        return run_random(options, options.draw, cells, started, device)
+    if options.only_stale:
+        rows = stale(_read(options.json), sources(*MEASURED_OPS), KEY)
+        for (seed,) in distinct((row for row in rows if row["draw"] is not None), "draw"):
+            mine = set(distinct((row for row in rows if row["draw"] == seed), "case", "m", "pass"))
+            cells = [cell for cell in random_cells(seed, options.cells) if (cell[0].name, *cell[1:]) in mine]
+            run_random(options, seed, cells, started, device)
     name = run_name()
-    info = run_info(ops=["linear"], packages=["deep-gemm"], seconds=options.seconds, backend=backend(device))
+    info = run_info(ops=MEASURED_OPS, packages=["deep-gemm"], seconds=options.seconds, backend=backend(device))
     old = _read(options.json)
     is_starved = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == STARVED
     watch, impls = Stopwatch(device), loaded(["cublas"] if is_starved else options.impl)
@@ -502,6 +507,10 @@ def main(arguments: list[str] | None = None) -> int:
     remaining = [
         (case, m, pass_name) for case, m, pass_name in plan(options.cases) if (case.name, m, pass_name) not in measured
     ]
+    if options.only_stale:
+        old_rows = [row for row in stale(old, info["sources"], KEY) if row["impl"] == own or not is_starved]
+        found = distinct((row for row in old_rows if row["draw"] is None), "case", "m", "pass")
+        remaining = [(case, m, name) for case, m, name in plan(options.cases) if (case.name, m, name) in found]
     rows: list[dict] = []
     problem, done = None, 0
     for case, m, pass_name in remaining:

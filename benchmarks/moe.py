@@ -1,8 +1,7 @@
 """Time of MoE experts against torch and vLLM, on one GPU: ``make gpu-moe``; options in MOE_ARGS.
 
-The sizes are those of Qwen3-30B-A3B in bf16: hidden 2048, 128 experts of width 768, top-8. The result file,
-benchmarks/results/h200/moe.json, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its
-environment. The fields of a row, which ``tables.py`` reads:
+The sizes are those of Qwen3-30B-A3B in bf16: hidden 2048, 128 experts of width 768, top-8. The result file is
+benchmarks/results/h200/moe.jsonl (``lib/results.py``). The fields of a row, which ``tables.py`` reads:
 
 ``impl``
     "alignkit"; "each" (alignkit's GEMMs expert by expert); "torch" (torch._grouped_mm); "vllm" (its Triton experts). An
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.results import H200, backend, merge, read, row_keys, run_info, run_name, with_sources, write
+from lib.results import H200, backend, distinct, merge, read, row_keys, run_info, run_name, stale, with_sources, write
 from lib.stopwatch import Stopwatch
 
 from alignkit.contract import k_leaves
@@ -42,6 +41,7 @@ from alignkit.runtime.operands import operand
 HIDDEN, FEATURES, EXPERTS, TOP_K = 2048, 768, 128, 8
 DECODE = (1, 4, 16, 64, 256)
 MANY = (8192, 32768, 131072)
+MEASURED_OPS = ("moe_router", "moe_experts")
 KEY = ("impl", "pass", "tokens", "routing")
 PEER = {"gate_up": "torch", "down": "torch", "wgrad": "torch", "layer": "vllm", "layer_backward": "torch"}
 OPERATIONS = {"gate_up": 4, "down": 2, "wgrad": 4, "layer": 6, "layer_backward": 18}
@@ -215,7 +215,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "moe.json", seconds=0.1, resume=True)
+    parser = options_parser(__doc__, H200 / "moe.jsonl", seconds=0.1, resume=True)
     parser.add_argument(
         "--impls", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to measure; default: all"
     )
@@ -227,27 +227,32 @@ def main(arguments: list[str] | None = None) -> int:
     watch, impls = Stopwatch(device), loaded(options.impls)
     name, info = (
         run_name(),
-        run_info(
-            ops=["moe_router", "moe_experts"], packages=["vllm"], seconds=options.seconds, backend=backend(device)
-        ),
+        run_info(ops=MEASURED_OPS, packages=["vllm"], seconds=options.seconds, backend=backend(device)),
     )
     old = read(options.json)
     measured = row_keys(with_sources(old, info["sources"]), KEY) if options.resume else set()
     torch.manual_seed(0)
     weights = Weights.random(device)
     rows: list[dict] = []
+    planned = {
+        (tokens, routing): options.passes
+        for tokens in options.tokens
+        for routing in (("uniform", "zipf") if tokens > DECODE[-1] else ("uniform",))
+    }
+    if options.only_stale:
+        found = distinct(stale(old, info["sources"], KEY), "tokens", "routing", "pass")
+        planned = {case[:2]: [each[2] for each in found if each[:2] == case[:2]] for case in found}
     with torch.no_grad():
-        for tokens in options.tokens:
-            for routing in ("uniform", "zipf") if tokens > DECODE[-1] else ("uniform",):
-                problem = Problem(tokens, routing, weights, device)
-                for pass_name in options.passes:
-                    if ("alignkit", pass_name, tokens, routing) in measured or time_is_up(options, started):
-                        continue
-                    found = measure(problem, routing, pass_name, impls, watch, options.seconds)
-                    rows += found
-                    summary = (f"{r['impl']} {r['us']:.1f} us, {r['tflops']:.0f} TFLOP/s" for r in found)
-                    print(f"{tokens} tokens, {routing}, {pass_name}: {'; '.join(summary)}", flush=True)
-                    write(options.json, merge(old, name, info, rows, KEY))
+        for (tokens, routing), passes in planned.items():
+            problem = Problem(tokens, routing, weights, device)
+            for pass_name in passes:
+                if ("alignkit", pass_name, tokens, routing) in measured or time_is_up(options, started):
+                    continue
+                found = measure(problem, routing, pass_name, impls, watch, options.seconds)
+                rows += found
+                summary = (f"{r['impl']} {r['us']:.1f} us, {r['tflops']:.0f} TFLOP/s" for r in found)
+                print(f"{tokens} tokens, {routing}, {pass_name}: {'; '.join(summary)}", flush=True)
+                write(options.json, merge(old, name, info, rows, KEY))
     print(f"{len(rows)} rows, {time.monotonic() - started:.0f} s; {options.json}")
     return 0
 

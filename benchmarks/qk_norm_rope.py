@@ -2,9 +2,8 @@
 
 The input is the output of a QKV projection in bf16. Implementations are alignkit's fused op and its separate ops,
 torch.compile of the formulas (as in stock vLLM's layers), vLLM's separate kernels and its fused kernel. vLLM's kernels
-have no backward. An implementation that is not installed or fails is reported and skipped. The result file,
-benchmarks/results/h200/qk_norm_rope.json, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its
-environment. The fields of a row, which ``tables.py`` reads:
+have no backward. An implementation that is not installed or fails is reported and skipped. The result file is
+benchmarks/results/h200/qk_norm_rope.jsonl (``lib/results.py``). The fields of a row, which ``tables.py`` reads:
 
 ``tokens``, ``heads``, ``kv_heads``, ``head_dim``, ``rotary_dim``
     The problem.
@@ -24,18 +23,19 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.results import H200, backend, merge, read, run_info, run_name, write
+from lib.results import H200, backend, distinct, merge, read, run_info, run_name, stale, write
 from lib.stopwatch import Stopwatch
 from torch.nn.functional import rms_norm as torch_norm
 
 from alignkit import ops
 from alignkit.ops import library, rope_table
 
+MEASURED_OPS = ("qk_norm_rope",)
 KEY = ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim", "impl", "pass")
 TOKENS = {"forward": (1, 4, 16, 64, 256, 1024, 4096, 16384), "forward_backward": (1024, 4096, 16384)}
 MODELS = ((32, 8, 128, 128), (64, 8, 128, 128), (32, 4, 128, 128), (16, 2, 256, 64))
@@ -201,7 +201,7 @@ def measure(case: Case, pass_name: str, impls: list[str], watch: Stopwatch, seco
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "qk_norm_rope.json", seconds=0.1)
+    parser = options_parser(__doc__, H200 / "qk_norm_rope.jsonl", seconds=0.1)
     parser.add_argument(
         "--impls", nargs="+", choices=IMPLS, default=list(IMPLS), help="implementations to measure; default: all"
     )
@@ -212,10 +212,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     started, device = time.monotonic(), torch.device("cuda")
     watch, run = Stopwatch(device), run_name()
-    info = run_info(ops=["qk_norm_rope"], packages=["vllm"], seconds=options.seconds, backend=backend(device))
+    info = run_info(ops=MEASURED_OPS, packages=["vllm"], seconds=options.seconds, backend=backend(device))
     old = read(options.json)
     rows: list[dict] = []
-    for case, pass_name in [(case, name) for name in options.passes for case in cases(name)]:
+    planned = [(case, name) for name in options.passes for case in cases(name)]
+    if options.only_stale:
+        found = distinct(stale(old, info["sources"], KEY), *(field.name for field in fields(Case)), "pass")
+        planned = [(Case(*case), pass_name) for *case, pass_name in found]
+    for case, pass_name in planned:
         if time_is_up(options, started):
             print(f"not measured, --minutes have passed: {case}, {pass_name}")
             continue

@@ -2,9 +2,8 @@
 
 Implementations, in bf16, are alignkit's op with its CUDA and its Triton kernels, torch (eager and compiled), Liger and
 QuACK. An implementation that is not installed or fails is reported and skipped. ``--widths`` instead measures
-alignkit's op and a copy for row lengths from 2048 to 8192 in steps of 512. The result file,
-benchmarks/results/h200/rms_norm.json, is ``{"runs": {...}, "rows": [...]}``; ``runs`` maps a row's ``run`` to its
-environment. The fields of a row, which ``tables.py`` reads:
+alignkit's op and a copy for row lengths from 2048 to 8192 in steps of 512. The result file is
+benchmarks/results/h200/rms_norm.jsonl (``lib/results.py``). The fields of a row, which ``tables.py`` reads:
 
 ``case``, ``m``, ``n``, ``k``
     Case; number of rows, their length, and heads per token. k is 1, except in "q" cases: there x is the queries, a view
@@ -31,13 +30,14 @@ from functools import partial
 import torch
 from lib.options import error_text, time_is_up
 from lib.options import parser as options_parser
-from lib.results import H200, backend, merge, read, run_info, run_name, write
+from lib.results import H200, backend, distinct, merge, read, run_info, run_name, stale, write
 from lib.stopwatch import Stopwatch, copy_speed
 from torch.nn.functional import rms_norm as torch_norm
 
 from alignkit.ops import rms_norm
 from alignkit.runtime import dispatch
 
+MEASURED_OPS = ("rms_norm",)
 KEY = ("case", "m", "n", "k", "impl", "pass")
 MOVED = {"forward": 2, "forward_residual": 4, "backward": 3, "backward_residual": 4}
 """Tensors of x's size that a pass reads or writes."""
@@ -197,8 +197,19 @@ def measure(
     return rows
 
 
+def plan_of(rows: list[dict]) -> list[tuple[Case, list[str], list[str]]]:
+    """Return the cases of these rows, each with its implementations and passes."""
+    planned = []
+    for key in distinct(rows, "case", "m", "n", "k"):
+        case = Case(*key)
+        mine = [row for row in rows if row.items() >= case.key().items()]
+        impls, passes = ({row[field] for row in mine} for field in ("impl", "pass"))
+        planned.append((case, [i for i in IMPLS if i in impls], [name for name in MOVED if name in passes]))
+    return planned
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "rms_norm.json", seconds=0.1)
+    parser = options_parser(__doc__, H200 / "rms_norm.jsonl", seconds=0.1)
     parser.add_argument("--widths", action="store_true", help="measure row lengths from 2048 to 8192 in steps of 512")
     parser.add_argument(
         "--impls", nargs="+", choices=IMPLS, help="implementations; default: all, with --widths alignkit and copy"
@@ -214,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     speed = copy_speed(watch)
     name = run_name()
     info = run_info(
-        ops=["rms_norm"],
+        ops=MEASURED_OPS,
         packages=["liger-kernel", "quack-kernels"],
         seconds=options.seconds,
         copy_tb_s=speed / 1e12,
@@ -222,11 +233,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     old = read(options.json)
     rows: list[dict] = []
-    for case in widths() if options.widths else cases():
+    planned = [(case, impls, options.passes) for case in (widths() if options.widths else cases())]
+    if options.only_stale:
+        planned = plan_of(stale(old, info["sources"], KEY))
+    for case, names, passes in planned:
         if time_is_up(options, started):
             print(f"not measured, --minutes have passed: {case}")
             continue
-        rows += measure(case, impls, options.passes, watch, options.seconds, speed)
+        rows += measure(case, names, passes, watch, options.seconds, speed)
         write(options.json, merge(old, name, info, rows, KEY))
     print(
         f"{len(rows)} rows, a copy runs at {speed / 1e12:.2f} TB/s, {time.monotonic() - started:.0f} s; {options.json}"

@@ -3,7 +3,7 @@
 The tools are memcheck (out-of-bounds accesses), racecheck (shared-memory races) and initcheck (reads of uninitialized
 memory). Each runs over the op tests with one random example per test, and over a faulty kernel whose error it must
 find. The tests of a file are divided into parts, which run on all GPUs. Each completed part is a row of
-benchmarks/results/h200/sanitize.json, whose rows all have the same source digest; rows of other sources are removed.
+benchmarks/results/h200/sanitize.jsonl, whose rows all have the same source digest; rows of other sources are removed.
 ``--resume`` skips the parts that are clean in the file. The exit status is 1 unless all parts are clean: no tool
 reports an error, each finds the faulty kernel's, and all tests pass in time.
 
@@ -40,13 +40,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.options import parser as options_parser
-from lib.results import H200, ROOT, merge, read, row_keys, run_name, sources, with_sources, write
+from lib.results import H200, ROOT, distinct, merge, read, row_keys, run_name, sources, stale, with_sources, write
 
 from alignkit.jobs.execute import stop
 from alignkit.jobs.terminal import interrupted_by_sigterm
 from alignkit.runtime import dispatch
 from alignkit.runtime.machine import gpus, machine
 
+MEASURED_OPS = tuple(sorted({*dispatch.OPS.values()}))
 KEY = ("tool", "tests", "part")
 TOOLS = ("racecheck", "memcheck", "initcheck")
 """Tools, slowest first."""
@@ -176,7 +177,7 @@ class Job:
     part: str = ""
 
     def run(self, options: argparse.Namespace, end: float, gpu: str) -> dict:
-        """Run the job until time `end` at the latest, and return its row of sanitize.json."""
+        """Run the job until time `end` at the latest, and return its row of sanitize.jsonl."""
         started = time.monotonic()
         without, env = _WITHOUT[self.tool], {"CUDA_VISIBLE_DEVICES": gpu}
         log = options.out / f"{self.tool}-{Path(self.tests).stem}-{self.part.replace('/', '-')}.log"
@@ -247,7 +248,7 @@ def not_clean(rows: list[dict], requested: list[Job]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "sanitize.json")
+    parser = options_parser(__doc__, H200 / "sanitize.jsonl")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: all")
     parser.add_argument("--examples", type=int, default=1, help="random examples per test")
     parser.add_argument("--timeout", type=float, default=600.0, help="time limit of a part, in seconds")
@@ -267,11 +268,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    name, info = run_name(), machine() | {"sources": sources(*{*dispatch.OPS.values()}), "examples": options.examples}
+    name, info = run_name(), machine() | {"sources": sources(*MEASURED_OPS), "examples": options.examples}
     contents = with_sources(read(options.json), info["sources"])
     clean = [row for row in contents.get("rows", []) if row["clean"]]
     done_keys = row_keys({"rows": clean}, KEY) if options.resume else set()
     waiting = [job for job in jobs(options) if (job.tool, job.tests, job.part) not in done_keys]
+    if options.only_stale:
+        found = distinct(stale(read(options.json), info["sources"], KEY), *KEY)
+        waiting = [job for job in waiting if (job.tool, job.tests, job.part) in found]
     end, rows = time.monotonic() + 60 * options.minutes, []
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for gpu in devices * options.at_once:

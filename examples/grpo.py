@@ -5,7 +5,7 @@
                                               # weights and cannot load new ones
     python examples/grpo.py --size large      # 8 layers, hidden size 1024, 151936 token ids, on one GPU
     python examples/grpo.py --model-family qwen3-moe    # an MoE model, without routing replay
-    python examples/grpo.py --rows aligned.json stock.json --plot drift.png    # plot runs that --json wrote
+    python examples/grpo.py --rows aligned.jsonl stock.jsonl --plot drift.png    # plot runs that --json wrote
 
 The model is a Qwen3 or Qwen3-MoE with random weights; the reward is the share of even token ids. One process holds
 both engines and a full training step: groups of samples, recomputed logprobs, clipped loss with a KL term, fp32 main
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="learning rate of AdamW (default: depends on --size)")
     parser.add_argument("--eager", action="store_true", help="run vLLM without torch.compile and CUDA graphs")
     parser.add_argument("--runner", choices=["v1", "v2"], help="vLLM's model runner (default: vLLM's; v1 on a CPU)")
-    parser.add_argument("--json", type=Path, help="write one row per step to this file")
+    parser.add_argument("--json", type=Path, help="write one JSON row per step to this file")
     parser.add_argument("--plot", type=Path, help="plot the rows to this file (needs matplotlib)")
     parser.add_argument("--rows", type=Path, nargs="+", help="train nothing; plot files that --json wrote")
     args = parser.parse_args()
@@ -116,9 +116,9 @@ def main() -> None:
         if not file.is_file():
             parser.error(f"--rows: must name existing files, got {file}")
 
-    runs = [json.loads(file.read_text()) for file in args.rows] if args.rows else [run(args)]
+    runs = [[json.loads(line) for line in file.read_text().splitlines()] for file in args.rows or ()] or [run(args)]
     if args.json:
-        args.json.write_text("[\n" + ",\n".join(map(json.dumps, runs[0])) + "\n]\n")
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in runs[0]))
     if args.plot:
         plot(runs, args.plot)
 

@@ -21,6 +21,7 @@ def parser(
     """
     result = argparse.ArgumentParser(description=doc.partition("\n")[0])
     result.add_argument("--json", type=Path, default=results, help=json)
+    add_only_stale(result)
     if seconds is not None:
         result.add_argument("--seconds", type=float, default=seconds, help="duration of each measurement, in seconds")
         result.add_argument("--minutes", type=float, help="time limit in minutes, after which no measurement starts")
@@ -29,6 +30,13 @@ def parser(
             "--resume", action="store_true", help="skip rows that the file already has for these sources"
         )
     return result
+
+
+def add_only_stale(parser: argparse.ArgumentParser) -> None:
+    """Add --only-stale, by which ``run.py renew`` selects the cases of a script."""
+    parser.add_argument(
+        "--only-stale", action="store_true", help="measure only the cases whose rows in the file have other sources"
+    )
 
 
 def time_is_up(options: argparse.Namespace, started: float) -> bool:

@@ -1,6 +1,6 @@
 """GPU time by kernel, from torch's profiler, including kernels in replayed CUDA graphs.
 
-The categories are stored in profile.json as ``families``; ``tables.py`` prints them.
+The categories are stored in profile.jsonl as ``families``; ``tables.py`` prints them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def family(name: str) -> str:
 
 
 def summary(kernels: list[dict], wall_ms: float, top: int = 12) -> dict:
-    """Return a row of profile.json: GPU time in total, by category, and of the `top` kernels with shortened names."""
+    """Return a row of profile.jsonl: GPU time in total, by category, and of the `top` kernels with shortened names."""
     total = sum(kernel["ms"] for kernel in kernels)
     families = dict.fromkeys([*FAMILIES, "other"], 0.0)
     for kernel in kernels:

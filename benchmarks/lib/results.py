@@ -1,12 +1,15 @@
-"""Result files: ``{"runs": {...}, "rows": [...]}``; each row names its run, which records the environment.
+"""Result files, ``NAME.jsonl``: JSON Lines, first the runs, then the rows.
 
-``tables.py`` reads the keys of `run_info`.
+A run is a line ``{"run": NAME, ...}`` with the environment; a row names its run in ``run``. In memory, a file is
+``{"runs": {NAME: {...}}, "rows": [...]}``. A new row takes the place of the row that it replaces, so that a diff has
+the changed rows alone. ``tables.py`` reads the keys of `run_info`.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,7 +17,7 @@ from pathlib import Path
 import torch
 
 from alignkit import _sources
-from alignkit.jobs.execute import write_json
+from alignkit.drift.compare import finite_or_none
 from alignkit.runtime import dispatch
 from alignkit.runtime.machine import family, machine, version
 
@@ -75,7 +78,7 @@ def _op_files(folder: Path) -> set[Path]:
     assert found, f"ops: must be folders of alignkit/ops, got {folder.name!r}"
     for file in list(found):
         for other in OTHER_OP.findall(file.read_text()):
-            if (folder.parent / other).is_dir():
+            if (folder.parent / other).is_dir():  # otherwise a module of alignkit/ops, which every op depends on
                 found |= _op_files(folder.parent / other)
     return found
 
@@ -86,8 +89,30 @@ def backend(device: torch.device) -> str:
 
 
 def read(path: Path) -> dict:
-    """Return the contents of a result file; empty if it does not exist."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    """Return the runs and rows of a result file, or an empty dictionary if it does not exist.
+
+    The first line that has a name in ``run`` is the run of this name; the others with this name are its rows.
+
+    Raises:
+        ValueError: for a line that is not JSON, and for a row without its run.
+    """
+    if not path.exists():
+        return {}
+    runs: dict[str, dict] = {}
+    rows: list[dict] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            record = json.loads(line)
+            name = record["run"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{path}, line {number}: must be a JSON object with a run, got {line[:80]!r}") from e
+        if name in runs:
+            rows.append(record)
+        elif rows:
+            raise ValueError(f"{path}, line {number}: run must be the name of one of the first lines, got {name!r}")
+        else:
+            runs[name] = {key: value for key, value in record.items() if key != "run"}
+    return {"runs": runs, "rows": rows}
 
 
 def row_keys(old: dict, key: tuple[str, ...]) -> set[tuple]:
@@ -101,22 +126,46 @@ def with_sources(old: dict, digest: str) -> dict:
     return {"runs": runs, "rows": [row for row in old.get("rows", []) if row["run"] in runs]}
 
 
+def stale(contents: dict, digest: str, key: tuple[str, ...]) -> list[dict]:
+    """Return the rows with these key fields that were measured with other sources than `digest`."""
+    runs = contents.get("runs", {})
+    rows = (row for row in contents.get("rows", []) if row.keys() >= {*key})
+    return [row for row in rows if runs[row["run"]].get("sources") != digest]
+
+
+def distinct(rows: Iterable[dict], *fields: str) -> list[tuple]:
+    """Return the distinct values of these fields, in the rows' order."""
+    return list(dict.fromkeys(tuple(row[field] for field in fields) for row in rows))
+
+
 def _row_key(row: dict, key: tuple[str, ...]) -> tuple:
     """Return the values of a row's key fields; None for fields that the row lacks."""
     return tuple(row.get(k) for k in key)
 
 
 def merge(old: dict, name: str, info: dict, new: list[dict], key: tuple[str, ...]) -> dict:
-    """Return the contents of a result file after run `name` added the rows `new`, which replace rows of equal `key`."""
-    added = [row | {"run": name} for row in new]
-    replaced = {_row_key(row, key) for row in added}
-    kept = [row for row in old.get("rows", []) if _row_key(row, key) not in replaced]
-    merged = kept + added
+    """Return the contents of a result file after run `name` added the rows `new`.
+
+    A new row takes the place of the row with equal `key`. Rows with other keys follow at the end.
+    """
+    added = {_row_key(row, key): row | {"run": name} for row in new}
+    merged, placed = [], set()
+    for row in old.get("rows", []):
+        if (found := _row_key(row, key)) not in added:
+            merged.append(row)
+        elif found not in placed:
+            placed.add(found)
+            merged.append(added[found])
+    merged += [row for found, row in added.items() if found not in placed]
     runs = old.get("runs", {}) | {name: info}
     used = {row["run"] for row in merged}
     return {"runs": {k: v for k, v in runs.items() if k in used}, "rows": merged}
 
 
 def write(path: Path, contents: dict) -> None:
+    """Write a result file; an interrupted call leaves the old file."""
+    records = [{"run": name} | info for name, info in contents["runs"].items()] + contents["rows"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, contents)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text("".join(json.dumps(finite_or_none(record), allow_nan=False) + "\n" for record in records))
+    new.replace(path)

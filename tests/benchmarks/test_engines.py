@@ -4,7 +4,6 @@ The result files must have the fields that benchmarks/tables.py reads, and align
 """
 
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -12,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarks import stored
 
 ROOT = Path(__file__).parents[2]
 TE_ON_CPU = {
@@ -38,7 +39,7 @@ def benchmark(script, *arguments, env=None):
 
 def test_e2e_benchmark_is_bit_equal_in_every_pairing(tmp_path):
     """Covers packed micro-batches, and PP and CP with TransformerEngine's layer spec from `te_on_cpu`."""
-    result = tmp_path / "e2e.json"
+    result = tmp_path / "e2e.jsonl"
     layouts = ("tp1-te-pp2-padded", "tp1-te-cp2-packed")
     for models, more in ((("qwen3", "qwen3-moe"), ()), (("llama-tied",), layouts)):  # two runs write to one file
         out = benchmark(
@@ -72,7 +73,7 @@ def test_e2e_benchmark_is_bit_equal_in_every_pairing(tmp_path):
         )
         count = 6 * len(models) + len(more)
         assert f"{48 * count} of {48 * count} logprobs are bit-equal, in {count} of {count} rows" in out
-    rows = json.loads(result.read_text())["rows"]
+    rows = stored(result)["rows"]
     pairs = set(
         itertools.product(
             ("qwen3", "qwen3-moe", "llama-tied"), ("batch", "prompt_logprobs"), ("tp1-one", "tp1-padded", "tp1-packed")
@@ -116,14 +117,14 @@ def test_cost_benchmark_reports_every_engine(tmp_path):
         tmp_path / "out",
         env=TE_ON_CPU,
     )
-    cost = json.loads((tmp_path / "cost.json").read_text())["rows"]
+    cost = stored(tmp_path / "cost.jsonl")["rows"]
     both = set(itertools.product(("rollout", "training"), ("stock", "aligned")))
     both |= {("training", engine) for engine in ("hf_compiled", "aligned_keeping", "stock_te", "aligned_te")}
     assert {(r["what"], r["engine"]) for r in cost} == both
     timed = [r for r in cost if r["unit"] != "GiB, peak"]
     assert all(r["value"] > 0 and r["ratio_to_stock"] > 0 for r in timed)
     assert all(r["x"] > 0 for r in timed if r["what"] == "training")
-    profile = json.loads((tmp_path / "profile.json").read_text())["rows"]
+    profile = stored(tmp_path / "profile.jsonl")["rows"]
     assert {(r["what"], r["engine"]) for r in profile} == both
     assert all(r["kernels"] and r["gpu_ms"] > 0 for r in profile)
 
@@ -133,7 +134,7 @@ def test_cost_benchmark_reports_a_moe_model(tmp_path):
     selection = ["--size", "small-moe", "--engines", "aligned", "--only", "rollout", "training"]
     eager = {"TORCHDYNAMO_DISABLE": "1"}  # compiling vLLM would dominate the run time
     benchmark("cost.py", *selection, *small, "--json", tmp_path, "--out", tmp_path / "out", env=eager)
-    cost = json.loads((tmp_path / "cost.json").read_text())
+    cost = stored(tmp_path / "cost.jsonl")
     cases = [*(f"1 request{more}" for more in ("", ", short prompts", ", prefill")), "2 x 32 tokens"]
     assert {r["case"] for r in cost["rows"]} == {f"small-moe: {case}" for case in cases}
     assert all(r["value"] > 0 for r in cost["rows"] if r["unit"] != "GiB, peak")
@@ -145,17 +146,17 @@ def test_cost_benchmark_profiles_training_alone(tmp_path):
     small = ["--size", "small", "--engines", "aligned", "--shapes", "2x32", "--repeats", 1]
     benchmark("cost.py", "--only", "training", "profile", *small, "--json", tmp_path, "--out", tmp_path / "out")
     for name in ("cost", "profile"):
-        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        rows = stored(tmp_path / f"{name}.jsonl")["rows"]
         assert {(r["what"], r["engine"]) for r in rows} == {("training", "aligned")}
 
 
 def test_long_context_benchmark_interleaves_two_engines(tmp_path):
     """Each engine starts once; the benchmark fails unless the repeated prompts hit the prefix cache."""
-    result, eager = tmp_path / "long.json", {"TORCHDYNAMO_DISABLE": "1"}
+    result, eager = tmp_path / "long.jsonl", {"TORCHDYNAMO_DISABLE": "1"}
     cells = ["--engines", "aligned", "stock", "--cells", "3x300x33", "1x800x33", "--repeats", 1, "--side-by-side", 2]
     out = benchmark("long.py", *cells, "--json", result, "--out", tmp_path / "out", env=eager)
     assert out.count("startup took") == 2
-    results = json.loads(result.read_text())
+    results = stored(result)
     rows = {(r["engine"], r["requests"], r["prompt"]): r for r in results["rows"]}
     assert rows.keys() == {(engine, *cell) for engine in ("aligned", "stock") for cell in ((3, 300), (1, 800))}
     for r in rows.values():  # cells with few tokens have more repeats
@@ -172,11 +173,11 @@ def test_long_context_benchmark_interleaves_two_engines(tmp_path):
 
 
 def test_where_drift_benchmark_finds_the_first_op_that_differs(tmp_path):
-    result = tmp_path / "where_drift.json"
+    result = tmp_path / "where_drift.jsonl"
     benchmark(
         "where_drift.py", "--device", "cpu", "--quick", "--ops", "rms_norm", "--json", result, "--out", tmp_path / "out"
     )
-    rows = {(r["case"], r["op"]): r for r in json.loads(result.read_text())["rows"]}
+    rows = {(r["case"], r["op"]): r for r in stored(result)["rows"]}
     assert rows.keys() == {("stock", ""), ("aligned", ""), ("exchanged", "rms_norm")}
     assert {r["failure"] for r in rows.values()} == {None}
     stock, aligned, exchanged = rows.values()

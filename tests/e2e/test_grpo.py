@@ -15,12 +15,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 
 
 def run(tmp_path, *arguments):
-    out = tmp_path / "rows.json"
+    out = tmp_path / "rows.jsonl"
     done = subprocess.run(
         [sys.executable, EXAMPLE, "--json", out, *arguments], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(out.read_text())
+    return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_stock_engines_drift(tmp_path):
 def test_plot_writes_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     row = {"engines": "stock", "ratio_min": 0.9, "ratio_max": 1.1, "kl": 1e-3, "reward": 0.5}
-    (tmp_path / "a.json").write_text(json.dumps([row | {"step": i} for i in range(3)]))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"step": i}) + "\n" for i in range(3)))
     plot = tmp_path / "a.png"
-    subprocess.run([sys.executable, EXAMPLE, "--rows", tmp_path / "a.json", "--plot", plot], check=True, timeout=120)
+    subprocess.run([sys.executable, EXAMPLE, "--rows", tmp_path / "a.jsonl", "--plot", plot], check=True, timeout=120)
     assert plot.read_bytes().startswith(b"\x89PNG")

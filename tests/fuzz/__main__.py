@@ -1,12 +1,14 @@
 """``python -m tests.fuzz``: run random calls of the ops, and random faults on one of two tensor-parallel ranks.
 
 A call must return the right bits or raise one clear error, and a fault must raise on both ranks. The exit status is 1
-otherwise. `make fuzz` writes benchmarks/results/cpu/fuzz.json; run.py defines its keys.
+otherwise. `make fuzz` writes benchmarks/results/cpu/fuzz.jsonl; run.py defines its keys.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import sys
 from pathlib import Path
 
@@ -14,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from alignkit.jobs.execute import write_json
 from alignkit.runtime.machine import machine
 
 from . import draw, faults, run
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the two ranks")
     parser.add_argument("--only", type=_numbers, metavar="SEED:INDEX", help="repeat only this call")
     parser.add_argument("--only-fault", type=_numbers, metavar="SEED:INDEX", help="repeat only this fault")
-    parser.add_argument("--out", type=Path, help="JSON file for the counts and the failures")
+    parser.add_argument("--out", type=Path, help="JSON Lines file for the counts and the failures")
     options = parser.parse_args(arguments)
     if options.rank_faults and not run.HAS_MEGATRON:
         parser.error("--rank-faults: Megatron-core is not installed")
@@ -66,12 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(tally.report())
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(
-            options.out,
-            machine()
-            | {"seed": options.seed, "device": options.device}
-            | {name.replace(" ", "_"): tally.to_json() for name, tally in tallies.items()},
-        )
+        info = machine() | {"seed": options.seed, "device": options.device}
+        rows = [row for name, tally in tallies.items() for row in tally.rows(name)]
+        run_name = datetime.datetime.now().isoformat(timespec="seconds")
+        records = [{"run": run_name} | info, *(row | {"run": run_name} for row in rows)]
+        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
     return int(any(tally.failures for tally in tallies.values()))
 
 

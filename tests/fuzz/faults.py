@@ -1,7 +1,7 @@
 """Random forward passes of a GPTModel on two tensor-parallel ranks, each with a fault on one rank.
 
 pair.py runs them with real Megatron-core. Any change to the random choices changes the faults that SEED:INDEX names.
-Keys of FAULTS are stored in benchmarks/results/cpu/fuzz.json.
+Keys of FAULTS are stored in benchmarks/results/cpu/fuzz.jsonl.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Verdicts on random calls: the result or error of a call, compared with the outcomes that draw.py allows.
 
 It runs in the worker processes of pool.py; run.py reads the keys of `judge`. VERDICTS are stored keys of
-benchmarks/results/cpu/fuzz.json.
+benchmarks/results/cpu/fuzz.jsonl.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs of random calls and of rank faults, and the counts of their verdicts; __main__.py and the tests call it.
 
-Keys of `Tally.to_json` are stored in benchmarks/results/cpu/fuzz.json.
+Keys of `Tally.rows` are stored in benchmarks/results/cpu/fuzz.jsonl.
 """
 
 from __future__ import annotations
@@ -61,17 +61,14 @@ class Tally:
     def totals(self) -> Counter:
         return sum(self.by.values(), Counter())
 
-    def to_json(self) -> dict:
-        """Return the counts of all verdicts, and the failures."""
+    def rows(self, what: str) -> list[dict]:
+        """Return the counts of all verdicts, with the failures, then those by op or kind of fault (``by``)."""
 
-        def row(counts: Counter) -> dict:
-            return {"drawn": sum(counts.values())} | {v: counts[v] for v in VERDICTS}
+        def row(counts: Counter, **more) -> dict:
+            return {"what": what} | more | {"drawn": sum(counts.values())} | {v: counts[v] for v in VERDICTS}
 
-        return row(self.totals()) | {
-            "seconds": round(self.seconds, 1),
-            "by": {group: row(self.by[group]) for group in sorted(self.by)},
-            "failures": self.failures,
-        }
+        total = row(self.totals()) | {"seconds": round(self.seconds, 1), "failures": self.failures}
+        return [total, *(row(self.by[group], by=group) for group in sorted(self.by))]
 
     def report(self) -> str:
         """Return the failures as text."""

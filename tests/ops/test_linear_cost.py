@@ -80,7 +80,7 @@ def test_leaves_that_a_step_does_not_divide_cost_more():
 
 
 def test_choice_matches_the_measurements():
-    """Choices equal the field `by` of these GEMMs' rows in benchmarks/results/h200/matmul.json, in which `draw` is 1.
+    """Choices equal the field `by` of these GEMMs' rows in benchmarks/results/h200/matmul.jsonl, in which `draw` is 1.
 
     None: another kernel is faster. After a refit by benchmarks/fit_linear.py, measure them again on an H200 with
     ``make gpu-matmul MATMUL_ARGS="--draw 1"``.
