@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .engines.patch import Patch
 
 from .errors import AlignkitError, BackendError, DriftError, InputError, UnsupportedError
+from .runtime import prover
 from .runtime.ids import contract_id
 
 __version__ = "0.2.0"
@@ -35,6 +36,15 @@ def patch_megatron(vocab_size: int | None = None, *, keep_logits: bool = False) 
     from .megatron import patch_megatron
 
     return patch_megatron(vocab_size, keep_logits=keep_logits)
+
+
+def _prove(device, backend: str) -> str | None:
+    from .ops import golden
+
+    return golden.difference(device, backend)
+
+
+prover.register(_prove)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,6 @@ public too, but is not exported by this file. It is one step of a layer's backwa
 calls; the ops in `__all__` are whole steps of a model.
 """
 
-from ..runtime import validated
 from .attention import attention, paged_attention
 from .linear import linear, row_parallel_linear
 from .linear_logp import head_logits, linear_logp, log_softmax, logp_from_logits, token_logp
@@ -41,12 +40,3 @@ __all__ = [
 
 
 assert registry.RECORDS  # registers the kernels with dispatch
-
-
-def _prove(device, backend: str) -> str | None:
-    from . import golden  # deferred: only versions that are not validated need it
-
-    return golden.difference(device, backend)
-
-
-validated.register_prover(_prove)

@@ -16,7 +16,7 @@ import os
 import platform
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -24,22 +24,13 @@ import torch
 from .. import _sources
 from ..config import config
 from ..errors import BackendError
-from . import cuda, families, native
+from . import cuda, families, native, prover
 from .families import Family
 
 _lock = threading.Lock()
 _verdicts: dict[str, str | None] = {}
 """Verdicts of this process by cache key: the first golden mismatch, or None."""
 _thread = threading.local()
-Prover = Callable[[torch.device, str], str | None]
-"""Function of a device and its backend that computes the golden bits there and returns the first mismatch, or None."""
-_prover: Prover | None = None
-
-
-def register_prover(prover: Prover) -> None:
-    """Register the function that computes the golden bits. `alignkit.ops` does so when it is imported."""
-    global _prover
-    _prover = prover
 
 
 def installed(family: Family) -> dict[str, str]:
@@ -108,16 +99,13 @@ def test(device: torch.device, backend: str) -> str | None:
     Runs on a new thread, where the caller's modes (inference, autocast, default device, stream, torch functions) are
     inactive. Backward passes run on that thread too, because `unchecked` is per thread.
     """
-    prover = _prover
-    if prover is None:
-        raise BackendError("device: no golden bits are registered. Import alignkit.ops first")
     found: list[str | None] = []
 
     def run() -> None:
         current = contextlib.nullcontext() if families.on_host(device) else torch.cuda.device(device)
         try:
             with unchecked(), torch.autograd.set_multithreading_enabled(False), current:
-                found.append(prover(device, backend))
+                found.append(prover.first_mismatch(device, backend))
         except Exception as e:  # an error is a verdict as well
             found.append(f"{type(e).__name__}: {e}")
 
