@@ -799,6 +799,7 @@ def test_gpu_tests_have_equal_sources(module, tmp_path, monkeypatch, capsys):
     for name, more in (("first", 4), ("second", 2)):
         (tmp_path / f"test_{name}.py").write_text(GPU_TESTS.format(more=more))
     monkeypatch.setattr(tests, "ROOT", tmp_path)
+    (tmp_path / "pytest.ini").touch()  # pytest's root, whatever lies in the folders above
     monkeypatch.setattr(tests, "SUITES", {name: ((f"test_{name}.py",), {}) for name in ("first", "second")})
     monkeypatch.setattr(tests, "LANES", (("first", "second"),))
     monkeypatch.setattr(tests, "machine", lambda: INFO | {"gpus": ["NVIDIA H200"] * 2})
@@ -862,6 +863,7 @@ def test_files_of_a_suite_run_concurrently(module, tmp_path, monkeypatch):
     for names in (("a", "b"), ("b", "a")):
         (tmp_path / f"test_{names[0]}.py").write_text(BARRIER.format(folder=str(tmp_path), names=names))
     monkeypatch.setattr(tests, "ROOT", tmp_path)
+    (tmp_path / "pytest.ini").touch()  # pytest's root, whatever lies in the folders above
     monkeypatch.setattr(tests, "SUITES", {"two": (("test_a.py", "test_b.py"), {})})
     monkeypatch.setattr(tests, "AT_ONCE", {"two": 2})
     row = tests.run_suite("two", 10, [], 0, tests.Clock(math.inf))
@@ -885,6 +887,7 @@ def test_interrupted_gpu_tests_report_failures(module, tmp_path, monkeypatch, ca
     for name in ("first", "second", "third"):
         (tmp_path / f"test_{name}.py").write_text(CUT.format(started=str(started)))
     monkeypatch.setattr(tests, "ROOT", tmp_path)
+    (tmp_path / "pytest.ini").touch()  # pytest's root, whatever lies in the folders above
     suites = {"started": ("test_first.py", "test_second.py"), "other": ("test_third.py",)}
     monkeypatch.setattr(tests, "SUITES", {name: (files, {}) for name, files in suites.items()})
     monkeypatch.setattr(tests, "LANES", (("started", "other"),))

@@ -227,7 +227,7 @@ def test_the_command_rejects_invalid_arguments(tmp_path, alignkit, without_modul
         assert (
             status == 3 and f"--port: must be free on 127.0.0.1, got {taken.getsockname()[1]}, which is in use" in err
         )
-    assert alignkit("watch", tmp_path, "--port", "65536")[0] == 2
+    assert alignkit("watch", tmp_path, "--port", "65536")[0] == 3
     assert alignkit("watch")[0] == 2
     without_modules("uvicorn", "starlette")
     status, _, err = alignkit("watch", tmp_path)
