@@ -31,8 +31,8 @@ EXIT_UNEXPECTED = 5
 EXIT_INTERRUPTED = 130
 STATUSES = """\b
 Exit status:
-  0    success: all compared values are bitwise equal, all tests passed
-  1    a difference was found or a test failed; no other outcome exits with 1
+  0    success: all values that must be equal are bitwise equal, all tests passed
+  1    such a value differs, or a test failed; no other outcome exits with 1
   2    usage error: unknown command or option, missing argument, or a value that
        the parser rejects, such as text for a number or an unknown --dtype
   3    refused: an invalid or unsupported value (such as --tp 0), file, model or
@@ -154,17 +154,17 @@ def cli(settings: dict, with_traceback: bool) -> None:
     is_flag=True,
     help="Test every rollout setup against every training setup, in every dtype; takes longer. Without --full, "
     "in the first --dtype (default: bfloat16) every rollout setup is tested against training setup tp1-padded, and "
-    "every training setup against rollout setup batch; in the second dtype only batch against tp1-padded "
-    "and one against tp1-one are tested.",
+    "every training setup against rollout setup batch; in the second dtype only two pairs are "
+    "tested: `batch` against `tp1-padded`, and `one` against `tp1-one`.",
 )
 @click.option(
     "--training",
     "trainings",
     metavar="SETUP",
     multiple=True,
-    help="Test only this training setup, against rollout setup batch; repeatable. --full is then ignored. With "
-    "--training, omit --tp, unless a SETUP has tpN with N > 4 and the model has random weights: --tp N then gives the "
-    "model N KV heads."
+    help="Test only this training setup, against rollout setup batch; repeatable. --full is then ignored. --tp "
+    "does not select setups then; omit it. Exception: the random-weight model has 4 KV heads, so for tpN with N > 4 "
+    "also pass --tp N, which gives it N KV heads."
     "\n\n\b\n"
     "SETUP: tpN[-sp][-epN][-te][-ppN][-cpN]-BATCH\n"
     "  tpN    tensor-parallel size\n"
@@ -306,8 +306,8 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
     drift metrics and the tokens whose logprobs differ most. `python -m pydoc alignkit.drift.DriftReport` explains the
     metrics.
 
-    The exit status is 0 if all logprobs are finite and bitwise equal, otherwise 1. `alignkit --help` lists the other
-    statuses.
+    The exit status is 0 if all logprobs are finite and bitwise equal, and 1 if any is not. `alignkit --help` lists the
+    other statuses.
     """
     from rich.console import Console
     from rich.table import Table
@@ -522,6 +522,8 @@ def doctor(context, op, recipe, problem) -> int:
     each engine's patch replaces. Then compares the ops' results
     with stored bits ("golden bits"), and tests that a row's bits do not depend on the other rows of a batch.
 
+    NAME=VALUE is allowed only with --explain.
+
     The exit status is 0 if all tests pass, and 1 if any fails. `alignkit --help` lists the other statuses.
     """
     if recipe is not None:
@@ -541,7 +543,7 @@ def doctor(context, op, recipe, problem) -> int:
     return 0 if passed else EXIT_DIFFERENT
 
 
-@cli.command(short_help="Print the kernel that computes an op, and the reasons against the others.")
+@cli.command(short_help="Print which kernel computes an op, and why others are skipped.")
 @click.argument("op")
 @click.argument("problem", nargs=-1, metavar="[NAME=VALUE]...")
 def explain(op, problem) -> int:
@@ -576,8 +578,9 @@ def check_recipe(path) -> int:
     Example:
       alignkit recipe run_qwen3_8b_megatron.sh
 
-    The exit status is 0 if no setting is unsupported, otherwise 3. Settings marked "add" are needed too, but do not
-    change the status. `alignkit --help` lists the other statuses.
+    The exit status is 0 if no setting is unsupported, and 3 if any is. Lines marked "add" are settings that the recipe
+    lacks: one enables alignkit, others only report. "unknown" is decided when the engines start. Neither changes the
+    status. `alignkit --help` lists the other statuses.
     """  # noqa: D301 - click reads the control character \b
     from .integrations import recipe as recipes
 

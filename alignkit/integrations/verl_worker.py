@@ -25,8 +25,8 @@ class WorkerExtension(vLLMColocateWorkerExtension):
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
         if banned_token_ids:
             raise UnsupportedError(
-                "banned_token_ids: must be empty, because placeholder ids of images and videos are not supported, "
-                f"got {banned_token_ids!r:.80}"
+                "model: must be text-only, because images and videos are not supported; verl passed their placeholder "
+                f"ids as banned_token_ids, got {banned_token_ids!r:.80}"
             )
         given = self.vllm_config.additional_config[VOCAB_SIZE]
         padded = self.model_config.get_vocab_size()

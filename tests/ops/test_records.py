@@ -1,0 +1,59 @@
+"""Tests that follow from the ops' records (alignkit/ops/<op>/op.py), so that a new op needs no line here.
+
+On a CPU and on a GPU, rows do not depend on the batch, on every backend. On a CPU, floating-point modes of the caller
+change no golden bit.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from alignkit.ops import golden, library
+from alignkit.ops.inputs import Inputs, Normal
+from alignkit.ops.record import Check
+from alignkit.ops.registry import RECORDS
+from alignkit.ops.self_test import row_invariance
+from alignkit.runtime import dispatch, families
+from alignkit.testing import assert_bitwise_equal
+
+from .helpers import CPU
+from .test_modes import MODES, in_mode
+
+DEVICE = "cpu" if CPU else "cuda"
+DTYPES = (torch.float32, torch.bfloat16)
+RECORD = pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.folder)
+
+
+@RECORD
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", families.of_type(torch.device(DEVICE)).backends)
+def test_the_self_test_passes_on_every_backend(record, dtype, backend):
+    with dispatch.use(backend):
+        for test in record.self_test(Normal(dtype, DEVICE)):
+            if backend == families.REFERENCE and isinstance(test, Check):
+                continue  # seconds each; test_contract_bits.py compares the reference with the kernels
+            problem = test.run() if isinstance(test, Check) else row_invariance(test.function, test.inputs)
+            assert problem is None, f"{test.name}: {problem}"
+
+
+@RECORD
+def test_every_record_has_a_self_test_and_custom_ops_are_defined(record):
+    assert list(record.self_test(Normal(torch.float32, DEVICE)))
+    for custom in record.custom:
+        assert getattr(library, custom.name) is getattr(torch.ops.alignkit, custom.name).default
+    fields = {field.name for field in dataclasses.fields(record)}
+    assert fields == {"folder", "kernels", "described", "custom", "golden", "self_test"}
+
+
+@pytest.mark.skipif(not CPU, reason="the modes of a CPU")
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "down"])
+@pytest.mark.parametrize("case", [case for case, (found, _) in golden.CASES.items() if not found.slow])
+def test_modes_of_the_caller_change_no_golden_bit(case, mode):
+    """In mode "down", torch's own sum of two slices' gradients gives -0 for 0 + -0; test_modes.py covers that mode."""
+    found, dtype = golden.CASES[case]
+    want = found.function(Inputs("cpu", dtype))
+    with in_mode(mode):
+        got = found.function(Inputs("cpu", dtype))
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise_equal(a, b, f"{mode}: tensor {i}")
