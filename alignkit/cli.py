@@ -344,8 +344,9 @@ def _left_out(count: int) -> str:
     "--model",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Local Hugging Face checkpoint. Required if one side is a recording and the other an engine: pass that run's "
-    "--model, or OUT/model of that run.  [default: create a small model with random weights]"
+    help="Local Hugging Face checkpoint. Required if one side is a recording and the other an engine: pass the model "
+    "that was recorded, the --model of the recorded run, or its OUT/model if it had no --model.  "
+    "[default: create a small model with random weights]"
     + _block("Supported architectures:", (family.architecture for family in BISECT_FAMILIES.values())),
 )
 @click.option(
@@ -380,7 +381,7 @@ def _left_out(count: int) -> str:
     show_default=True,
     help="Tokens to sample after each sequence, in [0, 4096], so that vLLM's decode steps are compared too. The vLLM "
     "side samples the tokens (side A if both are vLLM); the other side receives them as input. N > 0 requires a vLLM "
-    "side and refuses recordings. With --swap, the vLLM side that samples must be aligned-vllm.",
+    "side; recordings are refused. With --swap, the vLLM side that samples must be aligned-vllm.",
 )
 @click.option(
     "--swap",
@@ -579,8 +580,9 @@ def check_recipe(path) -> int:
       alignkit recipe run_qwen3_8b_megatron.sh
 
     The exit status is 0 if no setting is unsupported, and 3 if any is. Lines marked "add" are settings that the recipe
-    lacks: one enables alignkit, others only report. "unknown" is decided when the engines start. Neither changes the
-    status. `alignkit --help` lists the other statuses.
+    lacks: one enables alignkit, any other makes the framework report drift metrics. "unknown" means that the recipe
+    alone does not tell; the engines check the setting when they start. Neither changes the status.
+    `alignkit --help` lists the other statuses.
     """  # noqa: D301 - click reads the control character \b
     from .integrations import recipe as recipes
 

@@ -32,8 +32,8 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         padded = self.model_config.get_vocab_size()
         if given != (used := min(vocab_size, padded)):
             raise UnsupportedError(
-                f"vocab_size: must be {given}, with which the vLLM engine was created, got {used} (the smaller of "
-                f"verl's {vocab_size} and the model's {padded})"
+                f"vocab_size: verl's value must equal the vLLM engine's (additional_config.{VOCAB_SIZE} = {given}), got "
+                f"{used}, the smaller of verl's {vocab_size} and the model's {padded}"
             )
 
     def update_weights_from_ipc(self, *args, **kwargs) -> None:

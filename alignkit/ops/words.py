@@ -28,7 +28,7 @@ MEANINGS = {
     "pages": "width of the block table",
     "top_k": "experts of a token",
     "experts": "experts of this rank",
-    "leaves": "parts of k whose sums a balanced tree adds; 1: a single chain (docs/contract.md)",
+    "leaves": "equal parts of k; each is summed in order, and a balanced tree adds the sums (1: k is not split)",
     "dtype": "of the inputs: bf16, fp16 or fp32",
     "out_dtype": "of the result (default: that of the inputs)",
     "bias": "yes with a bias",
@@ -38,7 +38,7 @@ MEANINGS = {
     "scattered": "yes if the experts' matrices are not one tensor",
     "keep_logits": "yes if the products are kept for the backward pass",
     "family": "device family: cpu, or sm90 for Hopper GPUs (default)",
-    "backend": "language of the kernels (default: the fastest of the family)",
+    "backend": "kernels to select from: cuda or triton on sm90, cpu or reference on cpu (default: the fastest)",
 }
 """Meanings of the names in NAME=VALUE, as `alignkit explain list` prints them."""
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -1,9 +1,10 @@
-"""ctypes bindings of the C++ kernels of csrc/cpu, one function per kernel.
+"""ctypes bindings of the C++ kernels of csrc/cpu: `call`, and functions for kernels that several ops use.
 
 The library has a plain C interface, so one build serves every torch and Python version. The functions take CPU tensors
 whose shapes the ops have already checked.
 
-The order and types of arguments are those of csrc/cpu/api.cpp; only struct layouts are compared at load time.
+The order and types of arguments are those of csrc/cpu/entries.inl and api.cpp; only struct layouts are compared at load
+time. An op's cpu.py calls its own kernels with `call` or `call_threaded`.
 """
 
 from __future__ import annotations
@@ -85,32 +86,33 @@ def _argument(v):
     return ctypes.c_int64(v) if isinstance(v, int) else v
 
 
-def _call(name: str, *arguments) -> None:
+def call(name: str, *arguments) -> None:
+    """Call the C function alignkit_`name` with converted arguments; their order is that of csrc/cpu/entries.inl."""
     getattr(library(), f"alignkit_{name}")(*[_argument(v) for v in arguments])
 
 
-def _call_threaded(name: str, *arguments) -> None:
+def call_threaded(name: str, *arguments) -> None:
     """Call a function that runs on torch's number of threads."""
-    _call(name, *arguments, ctypes.c_int(torch.get_num_threads()))
+    call(name, *arguments, ctypes.c_int(torch.get_num_threads()))
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, leaves: int, out: torch.Tensor, accumulate: bool) -> None:
     """Compute fp32 out [M, N] (+)= a [M, K] . b [N, K]^T by `leaves` chains over k and their tree."""
     (m, k), n = a.shape, b.shape[0]
     operands = (a, a.dtype, *a.stride(), b, b.dtype, *b.stride())
-    _call_threaded("gemm", m, n, k, leaves, *operands, out, out.stride(0), bool(accumulate))
+    call_threaded("gemm", m, n, k, leaves, *operands, out, out.stride(0), bool(accumulate))
 
 
 def round(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """Compute y [M, N] = fp32 x (+ fp32 bias [N]), rounded to y's dtype; x has unit column stride and may be y."""
-    _call_threaded("round", *x.shape, x, x.stride(0), bias, ctypes.c_int(ROUNDED[y.dtype]), y, *y.stride())
+    call_threaded("round", *x.shape, x, x.stride(0), bias, ctypes.c_int(ROUNDED[y.dtype]), y, *y.stride())
 
 
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return contiguous a + b, both of one shape and dtype, rounded to that dtype."""
     a, b = a.contiguous(), b.contiguous()
     y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    _call_threaded("add", a.numel(), a.dtype, a, b, y)
+    call_threaded("add", a.numel(), a.dtype, a, b, y)
     return y
 
 
@@ -121,68 +123,31 @@ def _float(v: float | None):
 
 def logits(x, bias, cap, scale, temperature, z, capped) -> None:
     factors = _float(cap), _float(scale), temperature
-    _call_threaded("logits", *x.shape, x.dtype, x, x.stride(0), bias, *factors, z, z.stride(0), capped)
+    call_threaded("logits", *x.shape, x.dtype, x, x.stride(0), bias, *factors, z, z.stride(0), capped)
 
 
 def logits_back(g, cap, scale, temperature, capped) -> None:
-    _call_threaded("logits_back", *g.shape, g, g.stride(0), _float(cap), _float(scale), temperature, capped)
+    call_threaded("logits_back", *g.shape, g, g.stride(0), _float(cap), _float(scale), temperature, capped)
 
 
 def join(m, q, u, given, top, s, v) -> None:
-    _call_threaded("join", *m.shape, m, q, u, given, top, s, v)
+    call_threaded("join", *m.shape, m, q, u, given, top, s, v)
 
 
 def finish(m, s, u, z, logp, lse, entropy) -> None:
-    _call("finish", m.numel(), m, s, u, z, logp, lse, entropy)
+    call("finish", m.numel(), m, s, u, z, logp, lse, entropy)
 
 
 def log_probs(z, temperature, lse, out) -> None:
-    _call_threaded("log_probs", *z.shape, z.dtype, z, z.stride(0), temperature, lse, out, out.stride(0))
+    call_threaded("log_probs", *z.shape, z.dtype, z, z.stride(0), temperature, lse, out, out.stride(0))
 
 
 def tile_stats(z, tile, m, q, u) -> None:
-    _call_threaded("tile_stats", *z.shape, tile, z, z.stride(0), m, q, u, m.shape[1])
+    call_threaded("tile_stats", *z.shape, tile, z, z.stride(0), m, q, u, m.shape[1])
 
 
 def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
-    _call_threaded("logits_grad", *z.shape, z, z.stride(0), lse, entropy, g_logp, g_entropy, column)
-
-
-def rms_norm(x, weight, zero_centered, eps, y, rstd) -> None:
-    options = bool(zero_centered), ctypes.c_float(eps)
-    _call_threaded("rms_norm", *x.shape, x.dtype, x, x.stride(0), weight, *options, y, rstd)
-
-
-def rms_norm_grad(dy, x, weight, zero_centered, rstd, dx, dw) -> None:
-    _call_threaded("rms_norm_grad", *x.shape, x.dtype, dy, x, weight, bool(zero_centered), rstd, dx, dw)
-
-
-def rope(x, positions, table, inverse, y) -> None:
-    strides = x.stride()[:2]
-    _call_threaded("rope", *x.shape, table.shape[1], x.dtype, bool(inverse), x, *strides, positions, table, y)
-
-
-def rope_table(positions: int, frequencies: list[float], factor: float, table) -> None:
-    """Fill `table` with cosines and sines; one frequency per pair of dimensions, i.e. head_dim / 2."""
-    given = (ctypes.c_double * len(frequencies))(*frequencies)
-    _call("rope_table", positions, len(frequencies), given, ctypes.c_double(factor), table)
-
-
-def silu_mul(gate, up, y) -> None:
-    _call_threaded("silu_mul", *gate.shape, gate.dtype, gate, gate.stride(0), up, up.stride(0), y)
-
-
-def silu_mul_grad(gate, up, dy, dgate, dup) -> None:
-    operands = gate, gate.stride(0), up, up.stride(0), dy, dgate, dgate.stride(0), dup, dup.stride(0)
-    _call_threaded("silu_mul_grad", *gate.shape, gate.dtype, *operands)
-
-
-def sigmoid_mul(gate, x, y) -> None:
-    _call_threaded("sigmoid_mul", *x.shape, x.dtype, gate, x, y)
-
-
-def sigmoid_mul_grad(gate, x, dy, dgate, dx) -> None:
-    _call_threaded("sigmoid_mul_grad", *x.shape, x.dtype, gate, x, dy, dgate, dx)
+    call_threaded("logits_grad", *z.shape, z, z.stride(0), lse, entropy, g_logp, g_entropy, column)
 
 
 class _Routing(ctypes.Structure):
@@ -201,19 +166,11 @@ def _routing(experts, options):
 
 
 def route(z, bias, options, weights, ids) -> None:
-    _call_threaded("route", z.shape[0], _routing(z.shape[1], options), z, bias, weights, ids)
+    call_threaded("route", z.shape[0], _routing(z.shape[1], options), z, bias, weights, ids)
 
 
 def route_grad(z, ids, grad, options, dz) -> None:
-    _call_threaded("route_grad", z.shape[0], _routing(z.shape[1], options), z, ids, grad, dz)
-
-
-def combine(y, place, ids, weights, experts, out) -> None:
-    _call_threaded("combine", *out.shape, ids.shape[1], experts, y.dtype, y, place, ids, weights, out.dtype, out)
-
-
-def weigh(g, a, w, dw, wg, wa) -> None:
-    _call_threaded("weigh", *a.shape, a.dtype, g, a, w, dw, wg, wa)
+    call_threaded("route_grad", z.shape[0], _routing(z.shape[1], options), z, ids, grad, dz)
 
 
 class _Attention(ctypes.Structure):
@@ -244,22 +201,22 @@ def _attention(q, k, v, q_start, kv_start, kv_rows, scale):
 
 
 def attention(q, k, v, q_start, kv_start, kv_rows, scale, out, m, l) -> None:
-    _call("attention", _attention(q, k, v, q_start, kv_start, kv_rows, scale), out, m, l)
+    call("attention", _attention(q, k, v, q_start, kv_start, kv_rows, scale), out, m, l)
 
 
 def attention_grad(q, k, v, starts, scale, out, m, l, d_out, dq, dk, dv) -> None:
     given = _attention(q, k, v, starts, starts, None, scale)
-    _call("attention_grad", given, out, m, l, d_out, dq, dk, dv)
+    call("attention_grad", given, out, m, l, d_out, dq, dk, dv)
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _call("exp", x.numel(), x, y)
+    call("exp", x.numel(), x, y)
     return y
 
 
 def lse(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     out = torch.empty(m.shape, dtype=torch.float64, device=m.device)
-    _call("lse", m.numel(), m, s, out)
+    call("lse", m.numel(), m, s, out)
     return out

@@ -39,18 +39,14 @@ int alignkit_choose_isa(const char* name) {
     return k != nullptr;
 }
 
+#define ALIGNKIT_PLAIN(name, parameters, arguments) \
+    void alignkit_##name parameters { current->name arguments; }
+#define ALIGNKIT_KERNEL(name, parameters)
+#include "entries.inl"
+
 void alignkit_gemm(i64 m, i64 n, i64 k, i64 leaves, const void* a, int a_type, i64 a_row, i64 a_col, const void* b,
                    int b_type, i64 b_row, i64 b_col, float* c, i64 ldc, int accumulate, int threads) {
     current->gemm(m, n, k, leaves, {a, a_type, a_row, a_col}, {b, b_type, b_row, b_col}, c, ldc, accumulate, threads);
-}
-
-void alignkit_round(i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row,
-                    i64 y_col, int threads) {
-    current->round(rows, cols, x, ldx, bias, dtype, y, y_row, y_col, threads);
-}
-
-void alignkit_add(i64 n, int dtype, const void* a, const void* b, void* y, int threads) {
-    current->add(n, dtype, a, b, y, threads);
 }
 
 void alignkit_logits(i64 rows, i64 cols, int dtype, const void* x, i64 ldx, const float* bias, const float* cap,
@@ -63,60 +59,6 @@ void alignkit_logits_back(i64 rows, i64 cols, float* g, i64 ldg, const float* ca
     current->logits_back(rows, cols, g, ldg, {nullptr, cap, scale, temperature}, capped, threads);
 }
 
-void alignkit_join(i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given_max,
-                   float* top, i64* s, i64* v, int threads) {
-    current->join(rows, tiles, m, q, u, given_max, top, s, v, threads);
-}
-
-void alignkit_log_probs(i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature,
-                        const double* lse, float* out, i64 ldo, int threads) {
-    current->log_probs(rows, cols, dtype, z, ldz, temperature, lse, out, ldo, threads);
-}
-
-void alignkit_tile_stats(i64 rows, i64 cols, i64 tile, const float* z, i64 ldz, float* m, int32_t* q, int32_t* u,
-                         i64 ld_out, int threads) {
-    current->tile_stats(rows, cols, tile, z, ldz, m, q, u, ld_out, threads);
-}
-
-void alignkit_logits_grad(i64 rows, i64 cols, float* z, i64 ldz, const float* lse, const float* entropy,
-                          const float* g_logp, const float* g_entropy, const i64* column, int threads) {
-    current->logits_grad(rows, cols, z, ldz, lse, entropy, g_logp, g_entropy, column, threads);
-}
-
-void alignkit_rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w,
-                       int zero_centered, float eps, void* y, float* rstd, int threads) {
-    current->rms_norm(rows, n, dtype, x, ldx, w, zero_centered, eps, y, rstd, threads);
-}
-
-void alignkit_rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w,
-                            int zero_centered, const float* rstd, void* dx, float* dw, int threads) {
-    current->rms_norm_grad(rows, n, dtype, dy, x, w, zero_centered, rstd, dx, dw, threads);
-}
-
-void alignkit_rope(i64 tokens, i64 heads, i64 dim, i64 rotary, int dtype, int inverse, const void* x, i64 row, i64 head,
-                   const i64* positions, const float* table, void* y, int threads) {
-    current->rope(tokens, heads, dim, rotary, dtype, inverse, x, row, head, positions, table, y, threads);
-}
-
-void alignkit_silu_mul(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, void* y,
-                       int threads) {
-    current->silu_mul(rows, n, dtype, g, ldg, u, ldu, y, threads);
-}
-
-void alignkit_silu_mul_grad(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu,
-                            const void* dy, void* dg, i64 lddg, void* du, i64 lddu, int threads) {
-    current->silu_mul_grad(rows, n, dtype, g, ldg, u, ldu, dy, dg, lddg, du, lddu, threads);
-}
-
-void alignkit_sigmoid_mul(i64 rows, i64 n, int dtype, const float* gate, const void* x, void* y, int threads) {
-    current->sigmoid_mul(rows, n, dtype, gate, x, y, threads);
-}
-
-void alignkit_sigmoid_mul_grad(i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy,
-                               float* dgate, void* dx, int threads) {
-    current->sigmoid_mul_grad(rows, n, dtype, gate, x, dy, dgate, dx, threads);
-}
-
 void alignkit_route(i64 rows, const Routing* routing, const float* z, const float* bias, float* weights, i64* ids,
                     int threads) {
     current->route(rows, *routing, z, bias, weights, ids, threads);
@@ -127,24 +69,12 @@ void alignkit_route_grad(i64 rows, const Routing* routing, const float* z, const
     current->route_grad(rows, *routing, z, ids, grad, dz, threads);
 }
 
-void alignkit_combine(i64 rows, i64 cols, i64 k, i64 experts, int dtype, const void* y, const i64* place,
-                      const i64* ids, const float* weights, int out_dtype, void* out, int threads) {
-    current->combine(rows, cols, k, experts, dtype, y, place, ids, weights, out_dtype, out, threads);
-}
-
-void alignkit_weigh(i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg,
-                    void* wa, int threads) {
-    current->weigh(rows, n, dtype, g, a, w, dw, wg, wa, threads);
-}
-
 void alignkit_attention(const Attention* p, void* out, float* m, float* l) { current->attention(*p, out, m, l); }
 
 void alignkit_attention_grad(const Attention* p, const void* out, const float* m, const float* l, const void* d_out,
                              float* dq, float* dk, float* dv) {
     current->attention_grad(*p, out, m, l, d_out, dq, dk, dv);
 }
-
-void alignkit_exp(i64 n, const float* x, float* y) { current->exp(n, x, y); }
 
 // The functions below call the C library in double and round once. They are scalar, so that an element's position
 // cannot change its bits.

@@ -1025,9 +1025,11 @@ static void exp(i64 n, const float* x, float* y) {
 
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
-static const Kernels kernels = {STRING(ISA), gemm, round, add, logits, logits_back, join, log_probs, tile_stats,
-                                logits_grad, rms_norm, rms_norm_grad, rope, silu_mul, silu_mul_grad, sigmoid_mul,
-                                sigmoid_mul_grad, route, route_grad, combine, weigh, attention, attention_grad, exp};
+static const Kernels kernels = {STRING(ISA),
+#define ALIGNKIT_PLAIN(name, parameters, arguments) name,
+#define ALIGNKIT_KERNEL(name, parameters) name,
+#include "entries.inl"
+};
 }  // namespace ISA
 
 #define JOIN_(a, b) a##b

@@ -13,7 +13,9 @@ from ..silu_mul import cpu as silu_mul
 
 
 def combine(y, place, ids, weights, experts, out) -> None:
-    native.combine(y, place, ids.to(torch.int64), weights, experts, out)
+    sizes = *out.shape, ids.shape[1], experts
+    operands = y, place, ids.to(torch.int64), weights
+    native.call_threaded("combine", *sizes, y.dtype, *operands, out.dtype, out)
 
 
 def weigh(g, h, w) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -21,7 +23,7 @@ def weigh(g, h, w) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     a = silu_mul.forward(gate, up)
     dw = torch.empty(len(a), dtype=torch.float32, device=a.device)
     wg, wa = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
-    native.weigh(g, a, w, dw, wg, wa)
+    native.call_threaded("weigh", *a.shape, a.dtype, g, a, w, dw, wg, wa)
     dh = torch.empty_like(h)
     silu_mul.backward(gate, up, wg, *dh.chunk(2, dim=1))
     return dw, dh, wa

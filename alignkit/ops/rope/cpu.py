@@ -5,6 +5,8 @@ GPUs use copies of the table that `table` computes.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from ...runtime import native
@@ -12,13 +14,16 @@ from ...runtime import native
 
 def table(frequencies: list[float], max_position: int, factor: float) -> torch.Tensor:
     out = torch.empty(max_position, 2 * len(frequencies), dtype=torch.float32, device="cpu")
-    native.rope_table(max_position, frequencies, factor, out)
+    given = (ctypes.c_double * len(frequencies))(*frequencies)
+    native.call("rope_table", max_position, len(frequencies), given, ctypes.c_double(factor), out)
     return out
 
 
 def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    native.rope(x, positions, table, inverse, y)
+    strides = x.stride()[:2]
+    options = table.shape[1], x.dtype, bool(inverse)
+    native.call_threaded("rope", *x.shape, *options, x, *strides, positions, table, y)
     return y
 
 

@@ -9,12 +9,12 @@ from ...runtime import native
 
 def forward(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    native.sigmoid_mul(gate, x, y)
+    native.call_threaded("sigmoid_mul", *x.shape, x.dtype, gate, x, y)
     return y
 
 
 def backward(gate, x, dy) -> tuple[torch.Tensor, torch.Tensor]:
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    native.sigmoid_mul_grad(gate, x, dy, dgate, dx)
+    native.call_threaded("sigmoid_mul_grad", *x.shape, x.dtype, gate, x, dy, dgate, dx)
     return dgate, dx
