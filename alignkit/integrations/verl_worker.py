@@ -32,7 +32,7 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         padded = self.model_config.get_vocab_size()
         if given != (used := min(vocab_size, padded)):
             raise UnsupportedError(
-                f"vocab_size: verl's value must equal the vLLM engine's (additional_config.{VOCAB_SIZE} = {given}), got "
+                f"vocab_size: verl's value must equal vLLM's (additional_config.{VOCAB_SIZE} = {given}), got "
                 f"{used}, the smaller of verl's {vocab_size} and the model's {padded}"
             )
 

@@ -69,7 +69,7 @@ def test_the_command_finds_the_first_difference_of_stock_engines(tmp_path):
     assert first["differing"] == len(first["tokens"]) > 0 and first["values"]["max_ulps"] >= 1
     assert f"The first differing point is {first['point']}" in out and "eagerly" in out
     assert found["missing"] == [] and found["points_compared"] == len(point_names(tmp_path / "out/model"))
-    assert found["swap"]["confirmed"] is True and "confirmed" in out
+    assert found["swap"]["confirmed"] is True and "rms_norm is the cause" in out
     assert next(p for p in found["swap"]["points"] if p["point"] == first["point"])["differing"] == 0
     # Earlier points are equal, later differences grow.
     by_name = {p["point"]: p for p in found["points"]}
