@@ -163,8 +163,8 @@ def cli(settings: dict, with_traceback: bool) -> None:
     metavar="SETUP",
     multiple=True,
     help="Test only this training setup, against rollout setup batch; repeatable. --full is then ignored. --tp "
-    "does not select setups then; omit it. Exception: the random-weight model has 4 KV heads, so for tpN with N > 4 "
-    "also pass --tp N, which gives it N KV heads."
+    "then only sets the KV heads of the random-weight model (4, or N if --tp N is larger): pass --tp N for a tpN with "
+    "N > 4, otherwise omit it."
     "\n\n\b\n"
     "SETUP: tpN[-sp][-epN][-te][-ppN][-cpN]-BATCH\n"
     "  tpN    tensor-parallel size\n"
@@ -345,7 +345,7 @@ def _left_out(count: int) -> str:
     metavar="DIR",
     type=click.Path(path_type=Path),
     help="Local Hugging Face checkpoint. Required if one side is a recording and the other an engine: pass the model "
-    "that was recorded, the --model of the recorded run, or its OUT/model if it had no --model.  "
+    "that was recorded: the --model of that run, or its OUT/model if it had none.  "
     "[default: create a small model with random weights]"
     + _block("Supported architectures:", (family.architecture for family in BISECT_FAMILIES.values())),
 )

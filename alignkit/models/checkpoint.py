@@ -88,8 +88,14 @@ def _refuse_other_files(root: Path, files: list[str], indexed: bool) -> None:
     """
     for name in sorted(glob.glob("*.safetensors", root_dir=root)):
         if name not in files and (not indexed or name.startswith("consolidated")):
+            if indexed:
+                raise UnsupportedError(
+                    f"model: {root / name}: must not exist, because vLLM prefers consolidated*.safetensors to the "
+                    "files of the index, which alignkit loads. Move the file to another directory"
+                )
             raise UnsupportedError(
-                f"model: {root / name}: vLLM would load this file, but alignkit would not. Remove the file"
+                f"model: {root / name}: without model.safetensors.index.json, vLLM loads every *.safetensors file, but "
+                "alignkit only model.safetensors. Download the index, or move files that are not part of the checkpoint"
             )
     if (root / "hf_quant_config.json").exists():
         raise UnsupportedError(

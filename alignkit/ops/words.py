@@ -36,7 +36,7 @@ MEANINGS = {
     "aligned": "no if an address is not a multiple of 16 bytes",
     "gathered": "yes if rows are in the order of tokens, no if sorted by expert",
     "scattered": "yes if the experts' matrices are not one tensor",
-    "keep_logits": "yes if the products are kept for the backward pass",
+    "keep_logits": "yes if the logits are kept for the backward pass",
     "family": "device family: cpu, or sm90 for Hopper GPUs (default)",
     "backend": "kernels to select from: cuda or triton on sm90, cpu or reference on cpu (default: the fastest)",
 }

@@ -198,9 +198,7 @@ def _patch_vocabulary(state, vocab_size, banned):
 
 
 def test_a_worker_with_another_vocabulary_is_rejected(verl, engine):
-    with pytest.raises(
-        Exception, match=r"vocab_size: verl's value must equal vLLM's \(.* = 290\), got 200, "
-    ):
+    with pytest.raises(Exception, match=r"vocab_size: verl's value must equal vLLM's \(.* = 290\), got 200, "):
         verl(_patch_vocabulary, 200, None)
     with pytest.raises(Exception, match="images"):
         verl(_patch_vocabulary, in_verl.TOKENIZER, [5])

@@ -107,8 +107,15 @@ def _strategy(recipe: Recipe) -> Finding:
     for setting in found:
         if "megatron" in str(setting.value):
             return Finding(setting, SUPPORTED, "trained by Megatron-core")
-    shown = found[0] if found else Setting(keys[0], "fsdp")
-    return Finding(shown, UNSUPPORTED, "training: only Megatron-core is supported", "set model_engine=megatron")
+    if keys[0] in recipe.settings:
+        change = f"remove {keys[0]} and set model_engine=megatron"
+    else:
+        change = "set model_engine=megatron"
+    if found:
+        return Finding(found[0], UNSUPPORTED, "training: only Megatron-core is supported", change)
+    return Finding(
+        Setting(keys[0], "fsdp"), UNSUPPORTED, "training: verl's default; only Megatron-core is supported", change
+    )
 
 
 def uses_megatron(recipe: Recipe) -> bool:
