@@ -163,8 +163,8 @@ def cli(settings: dict, with_traceback: bool) -> None:
     metavar="SETUP",
     multiple=True,
     help="Test only this training setup, against rollout setup batch; repeatable. --full is then ignored. --tp "
-    "then only sets the KV heads of the random-weight model (4, or N if --tp N is larger): pass --tp N for a tpN with "
-    "N > 4, otherwise omit it."
+    "then only sets the number of KV heads of the random-weight model, at least 4. Pass it only if a SETUP has more "
+    "than 4 tensor-parallel ranks, because each rank needs a KV head."
     "\n\n\b\n"
     "SETUP: tpN[-sp][-epN][-te][-ppN][-cpN]-BATCH\n"
     "  tpN    tensor-parallel size\n"
@@ -344,8 +344,8 @@ def _left_out(count: int) -> str:
     "--model",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Local Hugging Face checkpoint. Required if one side is a recording and the other an engine: pass the model "
-    "that was recorded: the --model of that run, or its OUT/model if it had none.  "
+    help="Local Hugging Face checkpoint. Required if one side is a recording and the other an engine. Pass the "
+    "recorded model, which is the --model of that run, or OUT/model if it ran without --model.  "
     "[default: create a small model with random weights]"
     + _block("Supported architectures:", (family.architecture for family in BISECT_FAMILIES.values())),
 )
@@ -381,7 +381,7 @@ def _left_out(count: int) -> str:
     show_default=True,
     help="Tokens to sample after each sequence, in [0, 4096], so that vLLM's decode steps are compared too. The vLLM "
     "side samples the tokens (side A if both are vLLM); the other side receives them as input. N > 0 requires a vLLM "
-    "side; recordings are refused. With --swap, the vLLM side that samples must be aligned-vllm.",
+    "side, and neither side may be a recording. With --swap, the vLLM side that samples must be aligned-vllm.",
 )
 @click.option(
     "--swap",
@@ -397,7 +397,7 @@ def _left_out(count: int) -> str:
     default=Path("bisect-results"),
     show_default=True,
     help="Output directory. It must be new or empty, or hold results of an earlier bisect, which are replaced. It must "
-    "not contain a recording that is a side.",
+    "not contain a recording passed as A or B.",
 )
 @click.option(
     "--budget",
@@ -457,7 +457,7 @@ def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, ti
     engines' logs to --out.
 
     The exit status is 0 if nothing differs, and 1 if an activation or logprob differs. `alignkit --help` lists the
-    other statuses. 4 is also returned if an engine gives other bits when bisect runs it a second time (see --budget).
+    other statuses. Status 4 also means that an engine gave other bits in its second run (see --budget).
 
     \b
     Examples:
@@ -581,7 +581,8 @@ def check_recipe(path) -> int:
 
     The exit status is 0 if no setting is unsupported, and 3 if any is. Lines marked "add" are settings that the recipe
     lacks: one enables alignkit, any other makes the framework report drift metrics. "unknown" means that the recipe
-    alone does not tell; the engines check the setting when they start. Neither changes the status.
+    alone does not tell; the engines check the setting when they start. Lines marked "add" or "unknown" do not change
+    the status.
     `alignkit --help` lists the other statuses.
     """  # noqa: D301 - click reads the control character \b
     from .integrations import recipe as recipes

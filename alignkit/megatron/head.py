@@ -213,9 +213,9 @@ class VocabParallelCrossEntropy:
             sizes = {self.vocab_size}
         if len(sizes) > 1:
             raise UnsupportedError(
-                f"vocab_size: must be equal in all patched models whose output layer has {columns} columns on a rank, "
-                f"got {' and '.join(map(str, sorted(sizes)))}. Pass labels to the model, or call "
-                "alignkit.megatron.logprobs"
+                "vocab_size: the cross entropy cannot tell which model the logits are from; patched models with "
+                f"{columns} output columns on a rank must have equal sizes, got "
+                f"{' and '.join(map(str, sorted(sizes)))}. Pass labels to the model, or call alignkit.megatron.logprobs"
             )
         if not sizes:
             raise InputError(

@@ -38,7 +38,7 @@ MEANINGS = {
     "scattered": "yes if the experts' matrices are not one tensor",
     "keep_logits": "yes if the logits are kept for the backward pass",
     "family": "device family: cpu, or sm90 for Hopper GPUs (default)",
-    "backend": "kernels to select from: cuda or triton on sm90, cpu or reference on cpu (default: the fastest)",
+    "backend": "sm90: triton (Triton, cuBLASLt) or cuda (also CUDA); cpu: cpu or reference (default: the fastest)",
 }
 """Meanings of the names in NAME=VALUE, as `alignkit explain list` prints them."""
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -95,7 +95,7 @@ class Words:
 
     def reject_unused(self, op: str) -> None:
         for name in self._given:
-            raise InputError(f"{name}: must be one of the names that {op} takes ({', '.join(self.used)})")
+            raise InputError(f"NAME: must be one that {op} takes ({', '.join(self.used)}), got {name!r:.80}")
 
 
 def dense(dtype: torch.dtype, *shape: int, aligned: bool = True) -> Operand:

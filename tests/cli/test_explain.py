@@ -153,7 +153,7 @@ def test_scattered_expert_matrices_select_each():
         ("attention", ["rows=64", "heads=32", "kv_heads=7", "head_dim=128"], "kv_heads: must divide heads = 32, got 7"),
         ("attention", ["rows=64", "heads=32", "kv_heads=0", "head_dim=128"], "kv_heads: must divide heads = 32, got 0"),
         ("moe_experts", [], "op: must be one of the parts of moe_experts (moe_products, moe_gated"),
-        ("linear", [*LINEAR, "h=3"], "h: must be one of the names that linear takes (family, backend, rows"),
+        ("linear", [*LINEAR, "h=3"], "NAME: must be one that linear takes (family, backend, rows"),
         ("linear", [*LINEAR, "rows=3"], "rows: given more than once, as 64 and 3"),
         ("linear", [*LINEAR, "aligned"], "NAME=VALUE: expected the form NAME=VALUE, such as rows=64, got 'aligned'"),
         ("linear", [*LINEAR, "aligned="], "aligned: value is missing, got 'aligned='"),
@@ -162,7 +162,7 @@ def test_scattered_expert_matrices_select_each():
         ("linear", ["rows=-1", "k=64", "n=64"], "rows: must be an integer >= 0, got '-1'"),
         ("silu_mul", ["family=sm80"], "family: must be one of cpu, sm90, got 'sm80'"),
         ("silu_mul", ["family=cpu", "backend=cuda"], "backend: must be one of cpu, reference, got 'cuda'"),
-        ("silu_mul", ["rows=3"], "rows: must be one of the names that silu_mul takes (family, backend"),
+        ("silu_mul", ["rows=3"], "NAME: must be one that silu_mul takes (family, backend"),
     ],
 )
 def test_invalid_arguments_are_rejected(alignkit, op, words, message):
