@@ -71,7 +71,7 @@ WRONG = {
         hybrid_model.HybridModel, "forward", lambda *args, **kwargs: None
     ),
     "decoder.layers.1.forward": lambda model, call: workers._attribute(model.decoder.layers[1], "forward", print),
-    "decoder.layers.1.self_attn_bda": lambda model, call: workers._attribute(
+    "decoder.layers.1.mlp_bda": lambda model, call: workers._attribute(
         model.decoder.layers[1], "mlp_bda", lambda training, fused: None
     ),
 }
