@@ -68,12 +68,12 @@ class Benchmark:
             found[file] = results.stale(contents, digest, fields), mine
         return found
 
-    def on_gpus(self) -> set[bool]:
-        """Return whether the stale rows were measured on GPUs: both values if some were and some were not."""
+    def on_gpus(self, stale: dict[str, list[dict]]) -> set[bool]:
+        """Return whether stale rows, by file, were measured on GPUs: both values if some were and some were not."""
         from lib import results
 
-        runs = {file: results.read(results.RESULTS / file).get("runs", {}) for file in self.files}
-        return {bool(runs[file][row["run"]].get("gpus")) for file, (stale, _) in self.rows().items() for row in stale}
+        runs = {file: results.read(results.RESULTS / file).get("runs", {}) for file in stale}
+        return {bool(runs[file][row["run"]].get("gpus")) for file, rows in stale.items() for row in rows}
 
 
 def _h200(*names: str) -> dict[str, str]:
@@ -117,15 +117,15 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def stale_rows(benchmarks: dict[str, Benchmark]) -> dict[str, int]:
-    """Print the counts of stale rows by file, and return those by benchmark."""
-    counts = {}
+def stale_rows(benchmarks: dict[str, Benchmark]) -> dict[str, dict[str, list[dict]]]:
+    """Print the counts of stale rows, and return the stale rows by benchmark and file, without empty entries."""
+    found: dict[str, dict[str, list[dict]]] = {}
     for name, benchmark in benchmarks.items():
-        counts[name] = 0
         for file, (stale, rows) in benchmark.rows().items():
-            counts[name] += len(stale)
             print(f"{name:<12} {file:<26} {len(stale):>5} of {len(rows):>5} rows are stale", flush=True)
-    return counts
+            if stale:
+                found.setdefault(name, {})[file] = stale
+    return found
 
 
 def renew(arguments: list[str]) -> int:
@@ -143,18 +143,19 @@ def renew(arguments: list[str]) -> int:
 
     chosen = {name: each for name, each in BENCHMARKS.items() if name in (options.names or BENCHMARKS)}
     end = time.monotonic() + 60 * (options.minutes or 0)
-    counts = stale_rows(chosen)
+    found = stale_rows(chosen)
     if options.dry_run:
-        return int(any(counts.values()))
-    for name, benchmark in chosen.items():
-        if not counts[name] or time.monotonic() >= end:
-            continue
-        if bool(gpus()) not in benchmark.on_gpus():
+        return int(bool(found))
+    for name, stale in found.items():
+        if time.monotonic() >= end:
+            break
+        benchmark = chosen[name]
+        if bool(gpus()) not in benchmark.on_gpus(stale):
             print(f"{name}: its stale rows were measured {'without' if gpus() else 'on'} GPUs; skipped", flush=True)
             continue
         status = run_until(benchmark.command("--only-stale"), end)
         print(f"{name}: {'time is up' if status is None else f'exit status {status}'}", flush=True)
-    return int(any(stale_rows(chosen).values()))
+    return int(bool(stale_rows(chosen)))
 
 
 def run_until(command: list[str], end: float) -> int | None:
