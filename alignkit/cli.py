@@ -95,6 +95,17 @@ class IntegerFrom(click.ParamType):
         return number
 
 
+timeout_option = click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=float,
+    default=1800,
+    show_default=True,
+    help="Time limit of each engine; more than 0.",
+)
+report_option = click.option("--report/--no-report", default=True, show_default=True, help=REPORT_HELP)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=STATUSES)
 @click.version_option(package_name="alignkit")
 @click.option(
@@ -195,15 +206,8 @@ def cli(settings: dict, with_traceback: bool) -> None:
     show_default=True,
     help="Seed of weights, prompts and sampling; in [0, 2^32).",
 )
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=float,
-    default=1800,
-    show_default=True,
-    help="Time limit of each engine; more than 0.",
-)
-@click.option("--report/--no-report", default=True, show_default=True, help=REPORT_HELP)
+@timeout_option
+@report_option
 def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, temperature, seed, timeout, report) -> int:
     """Compare the logprobs of rollout and training, stock and aligned.
 
@@ -417,15 +421,8 @@ def _left_out(count: int) -> str:
     show_default=True,
     help="Seed of weights, tokens and sampling; in [0, 2^32).",
 )
-@click.option(
-    "--timeout",
-    metavar="SECONDS",
-    type=float,
-    default=1800,
-    show_default=True,
-    help="Time limit of each engine; more than 0.",
-)
-@click.option("--report/--no-report", default=True, show_default=True, help=REPORT_HELP)
+@timeout_option
+@report_option
 def bisect(a, b, model, arch, dtype, tokens, decode, swap, out, budget, seed, timeout, report) -> int:
     """Find the first model activation that differs between two engines.
 

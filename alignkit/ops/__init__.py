@@ -5,6 +5,7 @@ public too, but is not exported by this file. It is one step of a layer's backwa
 calls; the ops in `__all__` are whole steps of a model.
 """
 
+from ..runtime import dispatch
 from .attention import attention, paged_attention
 from .linear import linear, row_parallel_linear
 from .linear_logp import head_logits, linear_logp, log_softmax, logp_from_logits, token_logp
@@ -39,4 +40,5 @@ __all__ = [
 ]
 
 
-assert registry.RECORDS  # registers the kernels with dispatch
+for _record in registry.RECORDS:
+    dispatch.register(_record.folder, _record.kernels)

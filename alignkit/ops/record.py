@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from ..runtime.dispatch import Kernel
+from ..runtime.families import on_host
 from .inputs import Inputs, Normal
+from .self_test import row_invariance
 from .words import Words
 
 ROWS, WIDTH, VOCAB, EXPERTS = 23, 256, 300, 8
@@ -52,12 +54,21 @@ class Rows:
     function: Callable
     inputs: list[torch.Tensor]
 
+    @property
+    def claim(self) -> str:
+        return "rows alone, reordered, in chunks" + ", with one thread" * on_host(self.inputs[0].device)
+
+    def run(self) -> str | None:
+        """Return the first difference, or None."""
+        return row_invariance(self.function, self.inputs)
+
 
 @dataclass(frozen=True)
 class Check:
-    """A test of the self-test: `run` returns the first difference, or None."""
+    """Another test of the self-test: `run` returns the first difference, or None."""
 
     name: str
+    claim: str
     run: Callable[[], str | None]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..runtime import dispatch
 from .attention.op import OP as _attention
 from .gated_delta_rule.op import OP as _gated_delta_rule
 from .linear.op import OP as _linear
@@ -29,5 +28,3 @@ RECORDS: tuple[Op, ...] = (
     _sigmoid_mul,
     _silu_mul,
 )
-for _record in RECORDS:
-    dispatch.register(_record.folder, _record.kernels)

@@ -48,14 +48,15 @@ class Kernel:
         return None if self.rule is None else self.rule(problem)
 
 
-def one_per_backend(
-    triton: Callable[[], ModuleType], cpu: Callable[[], ModuleType], reference: Callable[[], ModuleType]
-) -> tuple[Kernel, ...]:
-    """Return a kernel without a rule for each backend that computes every problem; the last entries of most orders."""
+def one_per_backend(triton: Callable[[], ModuleType], cpu: ModuleType, reference: ModuleType) -> tuple[Kernel, ...]:
+    """Return a kernel without a rule for each backend that computes every problem; the last entries of most orders.
+
+    `triton` imports its module on first use; the others need no optional package and are imported already.
+    """
     return (
         Kernel("triton", families.TRITON, triton),
-        Kernel("cpu", families.NATIVE, cpu),
-        Kernel("reference", families.REFERENCE, reference),
+        Kernel("cpu", families.NATIVE, lambda: cpu),
+        Kernel("reference", families.REFERENCE, lambda: reference),
     )
 
 

@@ -16,7 +16,7 @@ from ..record import Check, Golden, Op
 from ..self_test import difference
 from ..words import Words, dense
 from . import attention as packed_attention
-from . import paged_attention
+from . import cpu, paged_attention, reference
 from .problem import Attention
 
 
@@ -24,18 +24,6 @@ def _triton():
     from . import triton
 
     return triton
-
-
-def _cpu():
-    from . import cpu
-
-    return cpu
-
-
-def _reference():
-    from . import reference
-
-    return reference
 
 
 def _cuda():
@@ -160,11 +148,11 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
 
 def _self_test(normal):
     yield Check(
-        "attention: sequences alone, reordered, padded, paged in chunks, paged one by one", lambda: _sequences(normal)
+        "attention", "sequences alone, reordered, padded, paged in chunks, paged one by one", lambda: _sequences(normal)
     )
 
 
-_EACH = one_per_backend(_triton, _cpu, _reference)
+_EACH = one_per_backend(_triton, cpu, reference)
 _CUDA = Kernel("cuda", CUDA, _cuda, rule=lambda p: _cuda().rejects(p))
 OP = Op(
     "attention",

@@ -11,7 +11,7 @@ from ..inputs import Inputs, Normal
 from ..record import Check, Golden, Op
 from ..self_test import difference
 from ..words import Words
-from . import chunk_gated_delta_rule_bwd_dhu
+from . import chunk_gated_delta_rule_bwd_dhu, reference
 from .problem import Delta
 
 
@@ -19,12 +19,6 @@ def _triton():
     from . import triton
 
     return triton
-
-
-def _reference():
-    from . import reference
-
-    return reference
 
 
 def _cuda():
@@ -97,7 +91,7 @@ def _sequences(normal: Normal) -> str | None:
 
 
 def _self_test(normal):
-    yield Check("gated_delta_rule: sequences and heads alone, packed, dense", lambda: _sequences(normal))
+    yield Check("gated_delta_rule", "sequences and heads alone, packed, dense", lambda: _sequences(normal))
 
 
 OP = Op(
@@ -106,7 +100,7 @@ OP = Op(
         "gated_delta_rule": (
             Kernel("cuda", CUDA, _cuda, rule=lambda p: _cuda().rejects(p)),
             Kernel("triton", TRITON, _triton),
-            Kernel("reference", REFERENCE, _reference),
+            Kernel("reference", REFERENCE, lambda: reference),
         )
     },
     described={"gated_delta_rule": _described},

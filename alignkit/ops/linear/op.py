@@ -13,7 +13,7 @@ from ..groups import group_of
 from ..inputs import Inputs
 from ..record import ROWS, WIDTH, Custom, Golden, Op, Rows, fake_like
 from ..words import Words, dense
-from . import linear, matmul, row_parallel_linear
+from . import cpu, linear, matmul, reference, row_parallel_linear
 from .problem import Product
 
 
@@ -21,18 +21,6 @@ def _triton():
     from . import triton
 
     return triton
-
-
-def _cpu():
-    from . import cpu
-
-    return cpu
-
-
-def _reference():
-    from . import reference
-
-    return reference
 
 
 def _cuda():
@@ -136,13 +124,13 @@ OP = Op(
             ),
             Kernel("hopper", TRITON, _hopper, lambda p: _hopper().rejects(p), lambda p: _hopper().prepare(p)),
             Kernel("tiles", TRITON, _triton, prepare=lambda p: _triton().prepare(p)),
-            Kernel("cpu", NATIVE, _cpu),
-            Kernel("reference", REFERENCE, _reference),
+            Kernel("cpu", NATIVE, lambda: cpu),
+            Kernel("reference", REFERENCE, lambda: reference),
         ),
         "linear_resume": (
             Kernel("tiles", TRITON, _triton),
-            Kernel("cpu", NATIVE, _cpu),
-            Kernel("reference", REFERENCE, _reference),
+            Kernel("cpu", NATIVE, lambda: cpu),
+            Kernel("reference", REFERENCE, lambda: reference),
         ),
     },
     described={"linear": _described},

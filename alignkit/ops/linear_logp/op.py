@@ -11,7 +11,7 @@ from ..inputs import Inputs, Normal
 from ..record import ROWS, VOCAB, WIDTH, Check, Golden, Op, Rows
 from ..self_test import difference
 from ..words import Words, dense
-from . import head_logits, linear_logp, log_softmax, logp_from_logits, token_logp
+from . import cpu, head_logits, linear_logp, log_softmax, logp_from_logits, reference, token_logp
 from .problem import Head, HeadGradient, HeadProducts
 
 
@@ -19,18 +19,6 @@ def _triton():
     from . import triton
 
     return triton
-
-
-def _cpu():
-    from . import cpu
-
-    return cpu
-
-
-def _reference():
-    from . import reference
-
-    return reference
 
 
 def _cuda():
@@ -105,12 +93,13 @@ def _self_test(normal):
     head, x, target = normal(5, VOCAB, WIDTH), normal(0, ROWS, WIDTH), normal.integers(6, ROWS, below=VOCAB)
     yield Rows("linear_logp", lambda x, t: linear_logp(x, head, t, temperature=0.7, return_entropy=True), [x, target])
     yield Check(
-        "linear_logp: equal to log_softmax, token_logp and logp_from_logits of head_logits",
+        "linear_logp",
+        "equal to log_softmax, token_logp and logp_from_logits of head_logits",
         lambda: _logp_of_logits(normal),
     )
 
 
-_EACH = one_per_backend(_triton, _cpu, _reference)
+_EACH = one_per_backend(_triton, cpu, reference)
 OP = Op(
     "linear_logp",
     kernels={

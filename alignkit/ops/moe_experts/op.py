@@ -14,7 +14,7 @@ from ..groups import group_of
 from ..inputs import Inputs, Normal
 from ..record import EXPERTS, ROWS, WIDTH, Custom, Golden, Op, Rows, fake_like
 from ..words import Words, dense
-from . import moe_experts
+from . import cpu, moe_experts, reference
 from .problem import Grouped, Ids
 from .problem import Rows as RowsProblem
 
@@ -23,18 +23,6 @@ def _triton():
     from . import triton
 
     return triton
-
-
-def _cpu():
-    from . import cpu
-
-    return cpu
-
-
-def _reference():
-    from . import reference
-
-    return reference
 
 
 def _cuda():
@@ -156,7 +144,7 @@ def _self_test(normal):
     yield Rows("moe_experts", lambda x, w, i: moe_experts(x, i, w, *matrices), [normal(0, ROWS, WIDTH), weights, ids])
 
 
-_EACH = one_per_backend(_triton, _cpu, _reference)
+_EACH = one_per_backend(_triton, cpu, reference)
 _ALL = (TRITON, NATIVE, REFERENCE)
 _PRODUCTS = (
     Kernel("grouped", TRITON, _grouped, rule=lambda p: _grouped().rejects(p)),

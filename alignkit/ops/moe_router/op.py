@@ -7,25 +7,13 @@ import torch
 from ...runtime.dispatch import one_per_backend
 from .._common import require_tensors
 from ..record import EXPERTS, ROWS, Custom, Op, Rows
-from . import check, moe_router, route
+from . import check, cpu, moe_router, reference, route
 
 
 def _triton():
     from . import triton
 
     return triton
-
-
-def _cpu():
-    from . import cpu
-
-    return cpu
-
-
-def _reference():
-    from . import reference
-
-    return reference
 
 
 def _moe_router(logits, top_k, score, normalize, bias, groups, top_groups, scale):
@@ -45,7 +33,7 @@ def _self_test(normal):
 
 OP = Op(
     "moe_router",
-    kernels={"moe_router": one_per_backend(_triton, _cpu, _reference)},
+    kernels={"moe_router": one_per_backend(_triton, cpu, reference)},
     custom=(
         Custom(
             "moe_router(Tensor logits, int top_k, str score, bool normalize, Tensor? bias, int groups, int top_groups, "

@@ -9,25 +9,13 @@ from .._common import checks_values, require_tensors
 from ..inputs import Inputs
 from ..record import ROWS, WIDTH, Custom, Golden, Op, Rows, fake_like
 from ..rope import rope_table
-from . import check, forward, qk_norm_rope
+from . import check, cpu, forward, qk_norm_rope, reference
 
 
 def _triton():
     from . import triton
 
     return triton
-
-
-def _cpu():
-    from . import cpu
-
-    return cpu
-
-
-def _reference():
-    from . import reference
-
-    return reference
 
 
 def _qk_norm_rope(q, k, q_weight, k_weight, eps, positions, table, rotary_dim=None):
@@ -77,7 +65,7 @@ def _self_test(normal):
 
 OP = Op(
     "qk_norm_rope",
-    kernels={"qk_norm_rope": one_per_backend(_triton, _cpu, _reference)},
+    kernels={"qk_norm_rope": one_per_backend(_triton, cpu, reference)},
     custom=(
         Custom(
             "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor positions, "

@@ -12,7 +12,7 @@ from .._common import require_tensors
 from ..inputs import Inputs
 from ..record import ROWS, WIDTH, Custom, Golden, Op, Rows, fake_like
 from ..words import Words, dense
-from . import check, forward, rms_norm
+from . import check, cpu, forward, reference, rms_norm
 from .problem import Norm
 
 
@@ -20,18 +20,6 @@ def _triton():
     from . import triton
 
     return triton
-
-
-def _cpu():
-    from . import cpu
-
-    return cpu
-
-
-def _reference():
-    from . import reference
-
-    return reference
 
 
 def _cuda():
@@ -84,7 +72,7 @@ def _self_test(normal):
     yield Rows("rms_norm with residual", lambda x, r: rms_norm(x, weight, 1e-6, residual=r), [x, residual])
 
 
-_EACH = one_per_backend(_triton, _cpu, _reference)
+_EACH = one_per_backend(_triton, cpu, reference)
 OP = Op(
     "rms_norm",
     kernels={

@@ -10,25 +10,13 @@ from ...runtime.dispatch import one_per_backend
 from .._common import checks_values, require, require_tensors, unit
 from ..inputs import Inputs
 from ..record import ROWS, WIDTH, Custom, Golden, Op, Rows, fake_like
-from . import check, rope, rope_table
+from . import check, cpu, reference, rope, rope_table
 
 
 def _triton():
     from . import triton
 
     return triton
-
-
-def _cpu():
-    from . import cpu
-
-    return cpu
-
-
-def _reference():
-    from . import reference
-
-    return reference
 
 
 def _check_rotation(name, x, positions, table, rotary_dim):
@@ -74,7 +62,7 @@ def _self_test(normal):
 
 OP = Op(
     "rope",
-    kernels={"rope": one_per_backend(_triton, _cpu, _reference)},
+    kernels={"rope": one_per_backend(_triton, cpu, reference)},
     custom=(
         Custom(
             "rope_qk(Tensor q, Tensor k, Tensor positions, Tensor table, int? rotary_dim=None) -> (Tensor, Tensor)",

@@ -6,26 +6,14 @@ import torch
 
 from ...runtime.dispatch import one_per_backend
 from .._common import require_tensors
-from ..record import EXPERTS, ROWS, WIDTH, Custom, Op, Rows
-from . import check, forward, sigmoid_mul
+from ..record import EXPERTS, ROWS, WIDTH, Custom, Op, Rows, fake_like
+from . import check, cpu, forward, reference, sigmoid_mul
 
 
 def _triton():
     from . import triton
 
     return triton
-
-
-def _cpu():
-    from . import cpu
-
-    return cpu
-
-
-def _reference():
-    from . import reference
-
-    return reference
 
 
 def _custom(gate, x):
@@ -41,7 +29,7 @@ def _self_test(normal):
 
 OP = Op(
     "sigmoid_mul",
-    kernels={"sigmoid_mul": one_per_backend(_triton, _cpu, _reference)},
-    custom=(Custom("sigmoid_mul(Tensor gate, Tensor x) -> Tensor", _custom, lambda gate, x: x.new_empty(x.shape)),),
+    kernels={"sigmoid_mul": one_per_backend(_triton, cpu, reference)},
+    custom=(Custom("sigmoid_mul(Tensor gate, Tensor x) -> Tensor", _custom, lambda gate, x: fake_like(x)),),
     self_test=_self_test,
 )

@@ -6,25 +6,13 @@ from ...runtime import dispatch
 from ...runtime.dispatch import one_per_backend
 from .._common import as_rows, require_tensors
 from ..record import ROWS, WIDTH, Custom, Op, Rows, fake_like
-from . import check, silu_mul
+from . import check, cpu, reference, silu_mul
 
 
 def _triton():
     from . import triton
 
     return triton
-
-
-def _cpu():
-    from . import cpu
-
-    return cpu
-
-
-def _reference():
-    from . import reference
-
-    return reference
 
 
 def _custom(gate, up):
@@ -40,7 +28,7 @@ def _self_test(normal):
 
 OP = Op(
     "silu_mul",
-    kernels={"silu_mul": one_per_backend(_triton, _cpu, _reference)},
+    kernels={"silu_mul": one_per_backend(_triton, cpu, reference)},
     custom=(Custom("silu_mul(Tensor gate, Tensor up) -> Tensor", _custom, fake_like),),
     self_test=_self_test,
 )
