@@ -63,7 +63,8 @@ gpu-check: kernels
 	$(GPU) -m alignkit.cli check $(CHECK_ARGS) --out check-results
 	mkdir -p $(RESULTS) && cp check-results/check.json check-results/run.json $(RESULTS)
 
-# All measurements of one GPU, one after the other. Without a target: benchmarks/attention_schedules.py, fit_linear.py.
+# All measurements of one GPU, one after the other. Without a target: benchmarks/attention_schedules.py, fit_linear.py,
+# before_after.py.
 gpu-figures: $(FIGURES:%=gpu-%)
 
 # Sources of the other engine versions whose hook points the tests resolve. They are read, never installed.
