@@ -36,8 +36,8 @@ from attention import Case, Decode, Packed, cases
 from lib.options import error_text
 from lib.stopwatch import Stopwatch
 
-from alignkit.ops.attention import _rows_view, cuda
-from alignkit.ops.attention import triton as kernels
+from alignkit.ops.attention import _rows_view, cuda_backend
+from alignkit.ops.attention import triton_backend as kernels
 
 DECODE = [(1, 1024), (1, 8192), (1, 32768), (4, 8192), (16, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 4096)]
 ODD = [Case(40, 30000, drawn=True), Case(40, 30000, 28, 4, 64, drawn=True)]
@@ -57,7 +57,7 @@ def kernels_of_checkout(path: Path) -> ModuleType:
     assert spec and spec.loader
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return importlib.import_module(f"{name}.ops.attention.triton")
+    return importlib.import_module(f"{name}.ops.attention.triton_backend")
 
 
 def decode_candidates(p: Decode, others: dict[str, ModuleType], choices: list[dict]) -> Candidates:
@@ -85,7 +85,7 @@ def decode_candidates(p: Decode, others: dict[str, ModuleType], choices: list[di
 
 
 def forward_of_build(path: Path) -> Callable:
-    """Return `cuda.forward` with the kernel of another library."""
+    """Return `cuda_backend.forward` with the kernel of another library."""
     library = ctypes.CDLL(str(path.resolve()))
 
     def call(function: str, device: torch.device, arguments) -> None:
@@ -94,8 +94,8 @@ def forward_of_build(path: Path) -> Callable:
             raise RuntimeError(f"{path}: {function}: failed with cudaError_t {error}")
 
     def forward(*inputs):
-        with mock.patch.object(cuda.cuda, "call", call):
-            return cuda.forward(*inputs)
+        with mock.patch.object(cuda_backend.cuda, "call", call):
+            return cuda_backend.forward(*inputs)
 
     return forward
 

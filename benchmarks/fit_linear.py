@@ -23,7 +23,7 @@ from lib.linear_algorithms import cut_name
 from lib.results import read
 from lib.spread import geometric_mean
 
-from alignkit.ops.linear import cost, cuda
+from alignkit.ops.linear import cost, cuda_backend
 
 BEGIN = {
     "CLUSTER": cost.Cost(3.0, 3.0, 0.3),
@@ -50,12 +50,12 @@ def model(row: dict, name: str) -> Model | None:
         cuts = {cut_name(cut): cut for cut in cost.cuts(m, n, leaves, sm_count)}
         if (cut := cuts.get(name)) is not None:
             return "MANY", lambda: cost.MANY.of(m, n, k, leaves, sm_count, cut)
-    if m > cuda.TREE_ROWS:
+    if m > cuda_backend.TREE_ROWS:
         return None
     if match := re.fullmatch(r"tree parts=(\d)(?: (\d+)( below)?)?", name):
-        split = cuda.Split(int(match[1]), int(match[2] or 64), bool(match[3]))
-        if split in cuda.candidate_splits(m, leaves):
-            return "CLUSTER" if split.parts == 1 else "PARTS", lambda: cuda.cost_of(m, n, k, leaves, split)
+        split = cuda_backend.Split(int(match[1]), int(match[2] or 64), bool(match[3]))
+        if split in cuda_backend.candidate_splits(m, leaves):
+            return "CLUSTER" if split.parts == 1 else "PARTS", lambda: cuda_backend.cost_of(m, n, k, leaves, split)
     if match := re.fullmatch(r"tiles (\d+)x(\d+)x(\d+) parts=(\d)", name):
         tile = cost.Tile(*map(int, match.groups()))
         if tile in cost.all_tiles(m, leaves):

@@ -141,10 +141,10 @@ def test_source_hash_covers_every_source_and_setup_py(tmp_path, monkeypatch):
 
 def structs():
     pytest.importorskip("triton")
-    from alignkit.ops.attention import cuda as attention
-    from alignkit.ops.gated_delta_rule import cuda as delta
-    from alignkit.ops.linear_logp import cuda as head
-    from alignkit.ops.rms_norm import cuda as norm
+    from alignkit.ops.attention import cuda_backend as attention
+    from alignkit.ops.gated_delta_rule import cuda_backend as delta
+    from alignkit.ops.linear_logp import cuda_backend as head
+    from alignkit.ops.rms_norm import cuda_backend as norm
 
     return {
         "Attention": (native, native._Attention),

@@ -63,9 +63,9 @@ def chosen(p: Product) -> str:
                 continue
             return _cublaslt_name(config)
         if kernel.name == "tree":
-            from alignkit.ops.linear import cuda
+            from alignkit.ops.linear import cuda_backend
 
-            split = cuda.split_of(p)
+            split = cuda_backend.split_of(p)
             assert split is not None
             return _tree_name(split)
         if kernel.name == "hopper":
@@ -73,9 +73,9 @@ def chosen(p: Product) -> str:
 
             return cut_name(hopper.cut_of(p))
         if kernel.name == "tiles":
-            from alignkit.ops.linear import triton
+            from alignkit.ops.linear import triton_backend
 
-            return _tiles_name(triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2]))
+            return _tiles_name(triton_backend.schedule(p.m, p.n, p.k, p.leaves, p.a[2]))
         return kernel.name
     raise AssertionError(p)
 
@@ -86,18 +86,18 @@ def algorithms(p: Product) -> dict[str, Algorithm]:
         module = dispatch.static_kernel("linear", p.backend)
         assert module is not None
         return {p.backend: lambda a, b, bias, out: module.matmul(a, b, p.leaves, bias, out, p.accumulate)}
-    from alignkit.ops.linear import cublaslt, cuda, hopper, triton
+    from alignkit.ops.linear import cublaslt, cuda_backend, hopper, triton_backend
 
     found: dict[str, Algorithm] = {}
     if p.backend == families.CUDA:
-        if cuda.tree_unsupported(p) is None and p.m <= TREE_ROWS:
-            for split in cuda.splits(p.m, p.leaves):
-                found[_tree_name(split)] = partial(cuda.tree, p.leaves, split)
-        if cuda.few_rejects(p) is None:
-            found["few"] = cuda.few
-        if cuda.narrow_unsupported(p) is None:
-            found["narrow"] = cuda.narrow
-        if p.bias is None and cuda.unsupported(p) is None and p.k % (16 * p.leaves) == 0:
+        if cuda_backend.tree_unsupported(p) is None and p.m <= TREE_ROWS:
+            for split in cuda_backend.splits(p.m, p.leaves):
+                found[_tree_name(split)] = partial(cuda_backend.tree, p.leaves, split)
+        if cuda_backend.few_rejects(p) is None:
+            found["few"] = cuda_backend.few
+        if cuda_backend.narrow_unsupported(p) is None:
+            found["narrow"] = cuda_backend.narrow
+        if p.bias is None and cuda_backend.unsupported(p) is None and p.k % (16 * p.leaves) == 0:
             found["experts.down"] = _expert("alignkit_experts_down", p)
             if p.m <= 64:
                 found["experts.few"] = _expert("alignkit_experts_few_down", p)
@@ -107,7 +107,7 @@ def algorithms(p: Product) -> dict[str, Algorithm]:
     if hopper.unsupported(p) is None:
         for cut in hopper.ways(p):
             found[cut_name(cut)] = hopper.prepare_cut(p, cut)
-    tile = triton.schedule(p.m, p.n, p.k, p.leaves, p.a[2])
+    tile = triton_backend.schedule(p.m, p.n, p.k, p.leaves, p.a[2])
     shapes = next((tiles for rows, tiles in TILES.items() if p.m <= rows), ()) if not p.accumulate else ()
     part_counts = [parts for parts in (1, 2, 4, 8) if parts <= p.leaves]
     for m, n, k in shapes:
@@ -120,9 +120,9 @@ def algorithms(p: Product) -> dict[str, Algorithm]:
 
 
 def _triton(p: Product, tile: dict) -> Algorithm:
-    from alignkit.ops.linear import triton
+    from alignkit.ops.linear import triton_backend
 
-    return lambda a, b, bias, out: triton.tiles(a, b, p.leaves, bias, out, p.accumulate, **tile)
+    return lambda a, b, bias, out: triton_backend.tiles(a, b, p.leaves, bias, out, p.accumulate, **tile)
 
 
 def _expert(function: str, p: Product) -> Algorithm:

@@ -1372,7 +1372,7 @@ def test_attention_schedules_imports_another_checkout(module):
     try:
         kernels = script.kernels_of_checkout(root)
         assert kernels.decode is not script.kernels.decode and kernels.decode.__module__.startswith(f"{name}.")
-        assert Path(kernels.__file__) == root / "alignkit/ops/attention/triton.py"
+        assert Path(kernels.__file__) == root / "alignkit/ops/attention/triton_backend.py"
     finally:
         for loaded in [n for n in sys.modules if n.partition(".")[0] == name]:
             del sys.modules[loaded]

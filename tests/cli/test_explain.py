@@ -25,7 +25,7 @@ def test_the_command_lists_selected_skipped_and_valid_kernels(alignkit):
     assert status == 0 and lines[0].startswith(
         "linear: family=sm90 backend=cuda rows=64 k=4096 n=6144 dtype=bf16 leaves=8"
     )
-    assert "  selected    tree       alignkit.ops.linear.cuda" in lines
+    assert "  selected    tree       alignkit.ops.linear.cuda_backend" in lines
     assert "  skipped     cublaslt   leaves: must be 1, got 8" in lines
     assert "  also valid  tiles      slower than tree" in lines
 

@@ -80,7 +80,7 @@ def capture(run):
 @pytest.mark.parametrize("dim,heads,kv", HEADS)
 @pytest.mark.parametrize("lens", [LENS, BORDERS], ids=["short", "leaves"])
 def test_all_tiles_give_the_same_bits(dim, heads, kv, lens):
-    from alignkit.ops.attention import triton as backend
+    from alignkit.ops.attention import triton_backend as backend
 
     q, k, v, g, cu = packed(lens, heads, kv, dim)
     scale = dim**-0.5
@@ -102,7 +102,7 @@ def test_all_tiles_give_the_same_bits(dim, heads, kv, lens):
 @pytest.mark.parametrize("page,lengths", [(1, LENS), (16, LENS), (48, LENS), (16, BORDERS), (48, BORDERS)])
 def test_rollout_equals_training(dim, heads, kv, page, lengths):
     """Check prefill, chunks and decode for all tiles, sequences without queries, and zeros for padding."""
-    from alignkit.ops.attention import triton as backend
+    from alignkit.ops.attention import triton_backend as backend
 
     q, k, v, _, cu = packed(lengths, heads, kv, dim)
     want = ops.attention(q, k, v, cu)
@@ -152,7 +152,7 @@ def test_long_contexts(dim, heads, kv, dtype):
 
     Neither the number of programs that share leaves nor the other sequences change a bit.
     """
-    from alignkit.ops.attention import triton as backend
+    from alignkit.ops.attention import triton_backend as backend
 
     lens = [40000, 30000, 100, 4097] if dtype == BF16 else [5000, 3000, 100, 2049]
     q, k, v, _, cu = packed(lens, heads, kv, dim, dtype)

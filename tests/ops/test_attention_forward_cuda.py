@@ -51,9 +51,9 @@ PAGED = [
 def kernels():
     if dispatch.backend_of("cuda") != "cuda":
         pytest.skip("the CUDA kernels are not built")
-    from alignkit.ops.attention import cuda, triton
+    from alignkit.ops.attention import cuda_backend, triton_backend
 
-    return cuda, triton
+    return cuda_backend, triton_backend
 
 
 def same(got, want, what):

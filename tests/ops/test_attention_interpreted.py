@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 warnings.simplefilter("ignore")  # numpy warns where a row has seen no key yet
 import numpy, torch
 from alignkit import ops
-from alignkit.ops.attention import triton
+from alignkit.ops.attention import triton_backend as backend
 from alignkit.ops.attention.sharing import Sharing
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
@@ -29,7 +29,7 @@ leaf, page, heads, kv, dim = SM90.kv_leaf, 48, 4, 2, 16
 lens, torch_ = (2 * leaf + 1, 3 * leaf - 7, 5, leaf), torch.manual_seed(0)  # 3, 3, 1 and 1 leaves
 q, k, v = (torch.randn(sum(lens), h, dim) for h in (heads, kv, kv))
 starts = torch.tensor([0, *lens]).cumsum(0)
-want, _ = triton.forward(q, k, v, starts.int(), 0.25, BLOCK_M=64)
+want, _ = backend.forward(q, k, v, starts.int(), 0.25, BLOCK_M=64)
 assert (want - ops.attention(q, k, v, starts, 0.25)).abs().max() < 2e-6
 need = [-(-n // page) for n in lens]
 order = torch.randperm(sum(need)).split(need)
@@ -47,13 +47,13 @@ for take in ((1, 1, 1, 1), (1, 0, 3, 2)):
         queries = torch.cat([q[rows], out[-2:]])
         integers = torch.tensor([0, *take]).cumsum(0).int(), torch.tensor(lens).int()
         flat = [c.flatten(0, 1) for c in caches]
-        again = triton.paged(queries, *flat, table, *integers, page, 0.25, out, decode_options=options, BLOCK_M=64)
+        again = backend.paged(queries, *flat, table, *integers, page, 0.25, out, decode_options=options, BLOCK_M=64)
         assert_bitwise_equal(out[:-2], want[rows], f"{options}")
         assert not out[-2:].any()
         if options["programs"] == 3:  # another layer
             others, layer = torch.randn_like(queries), [torch.randn_like(c) for c in flat]
             expected, got = (torch.full_like(out, float("nan")) for _ in range(2))
-            triton.paged(others, *layer, table, *integers, page, 0.25, expected, decode_options=options, BLOCK_M=64)
+            backend.paged(others, *layer, table, *integers, page, 0.25, expected, decode_options=options, BLOCK_M=64)
             again(others, *layer, got)
             assert_bitwise_equal(got, expected, "another layer")
 n = 37 * leaf + 5  # 32 leaves merged at a time, then 5
@@ -66,7 +66,7 @@ for value in (0.0, float("inf")):
     v[5 * leaf, 0, 3] += value  # seen by all rows
     results = [torch.empty_like(q) for _ in range(4)]
     for programs, out in zip((1, 2, 19, 38), results):
-        triton.paged(q, k, v, *integers, leaf, 0.25, out, decode_options={"programs": programs})
+        backend.paged(q, k, v, *integers, leaf, 0.25, out, decode_options={"programs": programs})
         assert_bitwise_equal(out, results[0], f"{programs} programs, {value}")
     assert (results[0][0, :, 3].isfinite() == (value == 0)).all() and results[0][0, :, :3].isfinite().all()
     assert torch.allclose(results[0][0, 1, :3], v[36 * leaf, 0, :3])
@@ -82,7 +82,7 @@ def marked(self, *where):
 
 
 Sharing.memory = marked
-triton.paged(q, k, v, *integers, leaf, 0.25, results[0], decode_options={"programs": 19})
+backend.paged(q, k, v, *integers, leaf, 0.25, results[0], decode_options={"programs": 19})
 (states,) = buffers
 written = states != 12345.0
 assert written.any(1).sum() == 1 + 36  # the first two of 38 leaves are merged

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from alignkit.ops.attention import triton
+from alignkit.ops.attention import triton_backend
 from alignkit.ops.attention.sharing import variant_batches
 
 PAGE = 16
@@ -29,8 +29,8 @@ def compiled(seqs: int, extra_rows: int, heads: int, kv_heads: int, dim: int, wi
         torch.empty(seqs + 1, dtype=torch.int32, device="meta"),
         torch.empty(seqs, dtype=torch.int32, device="meta"),
     )
-    with mock.patch.object(triton, "launch_repeatable", launch_repeatable):
-        triton.decode(q, k, k, table, *integers, PAGE, 0.1, q, decode_all=not extra_rows)
+    with mock.patch.object(triton_backend, "launch_repeatable", launch_repeatable):
+        triton_backend.decode(q, k, k, table, *integers, PAGE, 0.1, q, decode_all=not extra_rows)
     return found
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from alignkit.ops.attention.cuda import SPILL_BYTES, Arguments, _Ints, arguments, backward_function, gradients
+from alignkit.ops.attention.cuda_backend import SPILL_BYTES, Arguments, _Ints, arguments, backward_function, gradients
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from alignkit.ops.attention import cuda, reserve, sharing
-from alignkit.ops.attention import triton as backend
+from alignkit.ops.attention import cuda_backend, reserve, sharing
+from alignkit.ops.attention import triton_backend as backend
 
 BF16, PAGE = torch.bfloat16, 16
 
@@ -36,8 +36,8 @@ def decode_values(tokens: int, seqs: int, positions: int, heads: int, kv: int, d
 def prefill_bytes(heads: int, kv: int, dim: int) -> int:
     """Return the bytes of workspace that the CUDA prefill kernel receives in one call."""
     q, k = (torch.empty(64, count, dim, dtype=BF16, device="meta") for count in (heads, kv))
-    with mock.patch.object(cuda.cuda, "call") as call:
-        cuda._attend(cuda.arguments(q, k, k, q, torch.empty(2, device="meta"), 1.0, 1), q.device)
+    with mock.patch.object(cuda_backend.cuda, "call") as call:
+        cuda_backend._attend(cuda_backend.arguments(q, k, k, q, torch.empty(2, device="meta"), 1.0, 1), q.device)
     memory, size = call.call_args.args[-2:]
     assert size.value == (memory.numel() if memory is not None else 0)
     return size.value

@@ -548,7 +548,7 @@ def test_error_is_not_above_that_of_flash_linear_attention(mode, starts):
     ],
 )
 def test_schedules_and_backends_have_the_same_bits(dims, mode, dtype, v_first, dht, monkeypatch):
-    from alignkit.ops.gated_delta_rule import cuda as kernels
+    from alignkit.ops.gated_delta_rule import cuda_backend as kernels
 
     bwd_dhu = kernels.bwd_dhu
     rows, rest = problem(
@@ -577,7 +577,7 @@ def assert_heads_are_independent(rows, rest, heads):
 @pytest.mark.skipif(not cuda.available(), reason="the CUDA kernels are not built")
 @pytest.mark.parametrize("columns", [32, 64, 128])
 def test_more_states_than_fit_on_the_device(columns, monkeypatch):
-    from alignkit.ops.gated_delta_rule import cuda as kernels
+    from alignkit.ops.gated_delta_rule import cuda_backend as kernels
 
     bwd_dhu = kernels.bwd_dhu
     rows, rest = problem(130, 40, 40, 128, 128, batch=4)
@@ -605,7 +605,7 @@ def test_more_states_than_fit_on_the_device(columns, monkeypatch):
 )
 def test_clusters_share_a_state(dims, heads, starts, monkeypatch):
     """132 SMs hold about this many states in slices of 32, by clusters of 8, 4 or 2, or in several waves."""
-    from alignkit.ops.gated_delta_rule import cuda as kernels
+    from alignkit.ops.gated_delta_rule import cuda_backend as kernels
 
     bwd_dhu = kernels.bwd_dhu
     for v_first in (False, True):
@@ -649,7 +649,7 @@ def many_sequences(sequences, heads, dims):
 @pytest.mark.parametrize("sequences", [90, 300])
 def test_many_packed_sequences(sequences, dims, heads, monkeypatch):
     """The device processes only a fraction at once, so the assignment of sequences to CTAs varies between runs."""
-    from alignkit.ops.gated_delta_rule import cuda as kernels
+    from alignkit.ops.gated_delta_rule import cuda_backend as kernels
 
     bwd_dhu = kernels.bwd_dhu
     with dispatch.use("cuda"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from alignkit.ops.linear import cost, cuda, hopper, triton
+from alignkit.ops.linear import cost, cuda_backend, hopper, triton_backend
 from alignkit.ops.linear.cublaslt import round_up_rows, warmup_rows
 from alignkit.runtime import dispatch
 
@@ -32,18 +32,21 @@ def chosen(m, n, k, leaves):
     p = gemm(m, k, n, leaves=leaves)
     name = dispatch.choose("linear", p).name
     if name == "tree":
-        return name, cuda.split_of(p)
+        return name, cuda_backend.split_of(p)
     if name == "hopper":
         return name, hopper.cut_of(p).kept
     assert name == "tiles"
-    tile = triton.schedule(m, n, k, leaves, torch.bfloat16)
+    tile = triton_backend.schedule(m, n, k, leaves, torch.bfloat16)
     return name, cost.Tile(*(tile[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "parts")))
 
 
 @pytest.mark.parametrize("m, n, k, leaves", GEMMS)
 def test_cheapest_schedule_is_chosen(m, n, k, leaves):
     (name, schedule), rows = chosen(m, n, k, leaves), round_up_rows(m)
-    us = {("tree", each): cuda.cost_of(rows, n, k, leaves, each) for each in cuda.candidate_splits(rows, leaves)}
+    us = {
+        ("tree", each): cuda_backend.cost_of(rows, n, k, leaves, each)
+        for each in cuda_backend.candidate_splits(rows, leaves)
+    }
     us |= {("tiles", each): cost.tiles(rows, n, k, leaves, each) for each in cost.all_tiles(rows, leaves)}
     if m > cost.MANY_ROWS:
         blocks = cost.SM_COUNT
@@ -51,19 +54,19 @@ def test_cheapest_schedule_is_chosen(m, n, k, leaves):
             us["hopper", cut.kept] = cost.MANY.of(m, n, k, leaves, blocks, cut)
     assert us[name, schedule] == min(us.values())
     assert us[name, schedule] > 3  # the launch alone takes 3 us or more in each model
-    assert name != "tree" or schedule in cuda.splits(m, leaves)
+    assert name != "tree" or schedule in cuda_backend.splits(m, leaves)
 
 
 @pytest.mark.parametrize("n, k, leaves", [(1024, 4096, 8), (5120, 3456, 2), (4096, 1024, 2), (8192, 14784, 4)])
 def test_warmup_rows_cover_the_schedules_of_all_row_counts(n, k, leaves):
-    decided = {m: chosen(m, n, k, leaves) for m in warmup_rows(cuda.TREE_ROWS)}
-    assert all(chosen(m, n, k, leaves) == decided[round_up_rows(m)] for m in range(1, cuda.TREE_ROWS + 1))
+    decided = {m: chosen(m, n, k, leaves) for m in warmup_rows(cuda_backend.TREE_ROWS)}
+    assert all(chosen(m, n, k, leaves) == decided[round_up_rows(m)] for m in range(1, cuda_backend.TREE_ROWS + 1))
 
 
 def test_every_cta_has_rows():
     """Neither half of a CTA's rows nor the second CTA of a cluster is out of range."""
-    for m in range(1, cuda.TREE_ROWS + 1):
-        for parts, width, same_outputs in cuda.candidate_splits(m, 8):
+    for m in range(1, cuda_backend.TREE_ROWS + 1):
+        for parts, width, same_outputs in cuda_backend.candidate_splits(m, 8):
             assert parts == 1 or m <= (2 if same_outputs else 1) * width
             assert m > width or not same_outputs
             assert m <= 64 or width == 96 or m > 96
@@ -76,7 +79,7 @@ def test_leaves_that_a_step_does_not_divide_cost_more():
     """
     tile = cost.Tile(16, 64, 128, 2)
     assert cost.tiles(10, 8192, 4 * 3696, 4, tile) > 1.7 * cost.tiles(10, 8192, 4 * 3712, 4, tile)
-    assert cuda.best_split(10, 8192, 4 * 3696, 4) is not None
+    assert cuda_backend.best_split(10, 8192, 4 * 3696, 4) is not None
 
 
 def test_choice_matches_the_measurements():
@@ -85,15 +88,15 @@ def test_choice_matches_the_measurements():
     None: another kernel is faster. After a refit by benchmarks/fit_linear.py, measure them again on an H200 with
     ``make gpu-matmul MATMUL_ARGS="--draw 1"``.
     """
-    assert cuda.best_split(5, 1536, 4480, 4) == cuda.Split(4)
-    assert cuda.best_split(49, 896, 896, 8) == cuda.Split(1)
-    assert cuda.best_split(67, 1536, 768, 4) == cuda.Split(4, 96)
-    assert cuda.best_split(119, 4096, 4096, 8) == cuda.Split(4, 128)
-    assert cuda.best_split(173, 2560, 4864, 4) == cuda.Split(2, 96, True)
-    assert cuda.best_split(3, 5120, 17408, 8) is None
-    assert cuda.best_split(139, 1024, 512, 2) is None
+    assert cuda_backend.best_split(5, 1536, 4480, 4) == cuda_backend.Split(4)
+    assert cuda_backend.best_split(49, 896, 896, 8) == cuda_backend.Split(1)
+    assert cuda_backend.best_split(67, 1536, 768, 4) == cuda_backend.Split(4, 96)
+    assert cuda_backend.best_split(119, 4096, 4096, 8) == cuda_backend.Split(4, 128)
+    assert cuda_backend.best_split(173, 2560, 4864, 4) == cuda_backend.Split(2, 96, True)
+    assert cuda_backend.best_split(3, 5120, 17408, 8) is None
+    assert cuda_backend.best_split(139, 1024, 512, 2) is None
 
 
 def test_schedule_exists_without_k_or_rows():
     for m, k in ((0, 128), (3, 0)):
-        assert triton.schedule(m, 64, k, 8, torch.bfloat16)["parts"] <= 8
+        assert triton_backend.schedule(m, 64, k, 8, torch.bfloat16)["parts"] <= 8

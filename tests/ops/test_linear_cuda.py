@@ -60,7 +60,7 @@ def launch_cublaslt(a, b, bias, out, accumulate) -> bool:
 
 
 def by_triton(a, b, out_dtype=BF16, base=None, bias=None):
-    from alignkit.ops.linear.triton import chain
+    from alignkit.ops.linear.triton_backend import chain
 
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype) if base is None else base.clone()
     chain(a, b, bias, out, base is not None)
@@ -434,7 +434,7 @@ def test_additions_are_not_fused_into_the_product(k):
 
     A compiler may fuse the addition if the chain has a single step.
     """
-    from alignkit.ops.linear.triton import tiles
+    from alignkit.ops.linear.triton_backend import tiles
 
     a, b = operands(48, 40, k)
     chain, base, bias = by_triton(a, b, FP32), randn(48, 40), randn(40, dtype=BF16)
@@ -555,7 +555,7 @@ def test_algorithm_with_other_bits_is_rejected_and_logged(fresh, monkeypatch, ca
 @pytest.mark.parametrize("known", [True, False])
 def test_graph_replays_the_same_bits(fresh, m, known):
     """The problem may be decided before the capture or not."""
-    from alignkit.ops.linear.triton import tiles
+    from alignkit.ops.linear.triton_backend import tiles
 
     a, b = operands(m, 1024, 1024)
     want, out = by_triton(a, b), torch.zeros(m, 1024, dtype=BF16)
@@ -576,9 +576,9 @@ def test_graph_replays_the_same_bits(fresh, m, known):
 def cuda_kernels():
     if dispatch.backend_of("cuda") != "cuda":
         pytest.skip("the CUDA kernels are not built")
-    from alignkit.ops.linear import cuda
+    from alignkit.ops.linear import cuda_backend
 
-    return cuda
+    return cuda_backend
 
 
 @needs_gpu
@@ -594,7 +594,7 @@ def cuda_kernels():
 )
 def test_small_m_trees_have_the_same_bits_for_every_split(m, n, leaf, leaves, pad, has_bias, out_dtype, seed):
     kernels = cuda_kernels()
-    from alignkit.ops.linear.triton import tiles
+    from alignkit.ops.linear.triton_backend import tiles
 
     torch.manual_seed(seed)
     (a, b), bias = operands(m, n, leaf * leaves, pad=pad), randn(n, dtype=BF16) if has_bias else None
@@ -657,7 +657,7 @@ def test_invalid_split_of_a_tree_raises(m, leaves, split):
 @needs_gpu
 @pytest.mark.parametrize("leaves,has_bias", [(8, False), (4, True), (1, True)])
 def test_many_rows_have_the_same_bits_by_hopper_and_by_tiles(leaves, has_bias):
-    from alignkit.ops.linear.triton import tiles
+    from alignkit.ops.linear.triton_backend import tiles
 
     (a, b), bias = operands(300, 200, 512), randn(200, dtype=BF16) if has_bias else None
     got, want = (torch.empty(300, 200, dtype=BF16) for _ in range(2))
@@ -671,7 +671,7 @@ def test_many_rows_have_the_same_bits_by_hopper_and_by_tiles(leaves, has_bias):
 @pytest.mark.parametrize("leaves,has_bias", [(8, False), (8, True), (1, True)])
 def test_graph_of_products_without_cublaslt(m, leaves, has_bias):
     """The graph's input changes before each replay."""
-    from alignkit.ops.linear.triton import tiles
+    from alignkit.ops.linear.triton_backend import tiles
 
     (a, b), bias = operands(m, 1024, 1024), randn(1024, dtype=BF16) if has_bias else None
     matmul(a, b, leaves=leaves, bias=bias, out_dtype=BF16)
@@ -692,7 +692,7 @@ def dependent_products(m, n, leaves):
 
     Each product reads the previous one's result and overwrites the previous one's input.
     """
-    from alignkit.ops.linear.triton import tiles
+    from alignkit.ops.linear.triton_backend import tiles
 
     x, weights = randn(m, n, dtype=BF16), [(randn(n, n) * n**-0.5).to(BF16) for _ in range(3)] * 4
     want = x
@@ -741,7 +741,7 @@ def test_products_in_a_graph_wait_for_earlier_products(m, n, leaves):
 @needs_gpu
 @pytest.mark.parametrize("leaves", [1, 8])
 def test_current_stream_is_used(leaves):
-    from alignkit.ops.linear.triton import tiles
+    from alignkit.ops.linear.triton_backend import tiles
 
     (a, b), want = operands(4096, 4096, 1024), torch.empty(4096, 4096, dtype=BF16)
     tiles(a, b, leaves, None, want, False)

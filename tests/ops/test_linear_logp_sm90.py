@@ -47,8 +47,8 @@ options = {
 @given(n=rows, d=depths, v=ids, **options)
 @example(n=4097, d=4096, v=4096 + 3, bias=False, cap=None, scale=None, temperature=False, entropy=True, first=0, seed=0)
 def test_statistics_have_tritons_bits(n, d, v, bias, cap, scale, temperature, entropy, first, seed):
-    from alignkit.ops.linear_logp import cuda as kernels
-    from alignkit.ops.linear_logp import triton
+    from alignkit.ops.linear_logp import cuda_backend as kernels
+    from alignkit.ops.linear_logp import triton_backend
 
     hidden, weight = operands(n, d, v, seed)
     logit_transform, t = transform(v, bias, cap, scale), torch.rand(n) + 0.5 if temperature else None
@@ -68,7 +68,7 @@ def test_statistics_have_tritons_bits(n, d, v, bias, cap, scale, temperature, en
         hidden, weight, logit_transform, t, target, first, m, q, u if entropy else None, z, None, 0, products
     )
     logits = matmul(hidden, weight)
-    triton.statistics(logits, logit_transform, t, target, first, m0, q0, u0 if entropy else None, z0)
+    triton_backend.statistics(logits, logit_transform, t, target, first, m0, q0, u0 if entropy else None, z0)
     assert_bitwise_equal(products, logits, "products")
     for name, a, b in zip(("m", "q", "u", "z_target"), got, want, strict=True):
         assert_bitwise_equal(a, b, name)
@@ -76,8 +76,8 @@ def test_statistics_have_tritons_bits(n, d, v, bias, cap, scale, temperature, en
 
 @given(n=rows, d=depths, v=ids, counted=st.floats(0, 1), **options)
 def test_gradient_has_tritons_bits(n, d, v, counted, bias, cap, scale, temperature, entropy, first, seed):
-    from alignkit.ops.linear_logp import cuda as kernels
-    from alignkit.ops.linear_logp import triton
+    from alignkit.ops.linear_logp import cuda_backend as kernels
+    from alignkit.ops.linear_logp import triton_backend
 
     hidden, weight = operands(n, d, v, seed)
     logit_transform, t = transform(v, bias, cap, scale), torch.rand(n) + 0.5 if temperature else None
@@ -86,7 +86,7 @@ def test_gradient_has_tritons_bits(n, d, v, counted, bias, cap, scale, temperatu
     lse, g = 6 + randn(n), randn(n)
     ent, g_ent = (torch.rand(n) * 3, randn(n)) if entropy else (None, None)
     got, want = padded_nans(n, v), padded_nans(n, v)
-    triton.gradient(matmul(hidden, weight), logit_transform, first, want, t, target, lse, ent, g, g_ent)
+    triton_backend.gradient(matmul(hidden, weight), logit_transform, first, want, t, target, lse, ent, g, g_ent)
     for before in (None, 0, 100):
         got.fill_(float("nan"))
         counter = None if before is None else torch.tensor(count + before).int()
@@ -114,9 +114,9 @@ def test_products_have_tritons_bits(n, d, c, resume, add, counted, computed, see
 
     In the explicit examples, dweight starts on SMs that dhidden leaves idle.
     """
-    from alignkit.ops.linear.triton import chain
-    from alignkit.ops.linear.triton import resume as resume_chain
-    from alignkit.ops.linear_logp import cuda as kernels
+    from alignkit.ops.linear.triton_backend import chain
+    from alignkit.ops.linear.triton_backend import resume as resume_chain
+    from alignkit.ops.linear_logp import cuda_backend as kernels
 
     torch.manual_seed(seed)
     counted_rows = None if counted is None else int(counted * n)
@@ -152,8 +152,8 @@ def test_products_have_tritons_bits(n, d, c, resume, add, counted, computed, see
 
 @given(m=st.integers(1, 64), k=st.integers(1, 60).map(lambda n: 8 * n), more=st.integers(0, 300), seed=seeds)
 def test_small_m_products_have_tritons_bits(m, k, more, seed):
-    from alignkit.ops.linear import cuda as kernels
-    from alignkit.ops.linear.triton import chain
+    from alignkit.ops.linear import cuda_backend as kernels
+    from alignkit.ops.linear.triton_backend import chain
 
     n = kernels.FEW_MIN_OUTPUTS + more
     a, b = operands(m, k, n, seed)

@@ -15,15 +15,15 @@ from .helpers import CPU, randn, without
 pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 if not CPU:
     from alignkit.ops._triton import exp_of, sum_of_products
-    from alignkit.ops.moe_experts import cuda, each, few, grouped, pairs, ranked, reference
-    from alignkit.ops.moe_experts import triton as rows_of
+    from alignkit.ops.moe_experts import cuda_backend, each, few, grouped, pairs, ranked, reference
+    from alignkit.ops.moe_experts import triton_backend as rows_of
     from alignkit.ops.moe_experts.problem import Matrices
     from alignkit.ops.moe_router import reference as routed
-    from alignkit.ops.moe_router import triton as router
+    from alignkit.ops.moe_router import triton_backend as router
     from alignkit.ops.moe_router.problem import Routing
-    from alignkit.ops.silu_mul import triton as silu_mul
+    from alignkit.ops.silu_mul import triton_backend as silu_mul
 
-    BY_CUDA = (*((cuda, f"{name}_rejects") for name in ("gated", "products", "gradients")), (few, "rejects"))
+    BY_CUDA = (*((cuda_backend, f"{name}_rejects") for name in ("gated", "products", "gradients")), (few, "rejects"))
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = {"few": (4, 2, 96, 256), "odd": (6, 3, 72, 40), "qwen": (128, 8, 2048, 768)}
@@ -73,7 +73,7 @@ def test_all_implementations_of_pairs_agree(rows, n, k, first, own, dtype):
     """Compare the single launch, torch and the CUDA kernel, and check the pairs."""
     ids = random_ids(rows, n, k, dtype=dtype)
     got = (ranked if ids.numel() <= ranked.MAX_IDS else pairs).pairs(ids, first, own)
-    others = [pairs.pairs(ids, first, own), *([cuda.pairs(ids, first, own)] if rows else [])]
+    others = [pairs.pairs(ids, first, own), *([cuda_backend.pairs(ids, first, own)] if rows else [])]
     for other in others:
         for a, b in zip(got, other, strict=True):
             assert torch.equal(a, b)

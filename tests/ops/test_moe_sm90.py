@@ -12,9 +12,9 @@ from .helpers import CPU, randn, times, without
 
 pytestmark = pytest.mark.skipif(CPU, reason="needs a GPU")
 if not CPU:
-    from alignkit.ops.moe_experts import cuda, few, grouped
+    from alignkit.ops.moe_experts import cuda_backend, few, grouped
     from alignkit.ops.moe_experts import pairs as in_torch
-    from alignkit.ops.moe_experts import triton as rows_of
+    from alignkit.ops.moe_experts import triton_backend as rows_of
     from alignkit.ops.moe_experts.problem import Matrices
 
 BF16 = torch.bfloat16
@@ -82,7 +82,7 @@ def test_gate_and_up_have_tritons_bits(seed):
     weights, rows_of_pairs = Matrices(p.gate_up), p.ids.numel()
     for keep in (True, False):
         h, h_want = (filled(rows_of_pairs, 2 * p.f) if keep else None for _ in range(2))
-        got = cuda.gated(p.x, p.pairs.row, weights, p.pairs.offsets, h)
+        got = cuda_backend.gated(p.x, p.pairs.row, weights, p.pairs.offsets, h)
         want = grouped.gated(p.x, p.pairs.row, weights, p.pairs.offsets, h_want)
         assert_bitwise_equal(got[: p.count], want[: p.count], f"{p}")
         if keep:
@@ -92,7 +92,7 @@ def test_gate_and_up_have_tritons_bits(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("rows_per_expert", ["many", "few"])
 def test_down_has_tritons_bits(seed, rows_per_expert):
-    p, kernels = RandomProblem(seed, rows_per_expert == "many"), cuda if rows_per_expert == "many" else few
+    p, kernels = RandomProblem(seed, rows_per_expert == "many"), cuda_backend if rows_per_expert == "many" else few
     weights, a = Matrices(p.down), randn(p.ids.numel(), p.f, dtype=BF16)
     a[p.count :] = float("nan")
     for dtype in (BF16, torch.float32):
@@ -117,7 +117,7 @@ def test_matrix_gradients_have_tritons_bits(seed, rows_per_expert):
     sides = [(ordered, None, p.x, row), (p.x, row, ordered, None), (ordered, None, p.x[row], None)]
     for a, a_row, b, b_row in sides:
         got, want = (filled(p.experts, a.shape[1], b.shape[1]) for _ in range(2))
-        cuda.gradients(a, a_row, b, b_row, p.pairs.offsets, got)
+        cuda_backend.gradients(a, a_row, b, b_row, p.pairs.offsets, got)
         grouped.gradients(a, a_row, b, b_row, p.pairs.offsets, want)
         assert_bitwise_equal(got, want, f"{p}, {n} features, gathered: {a_row is not None}, {b_row is not None}")
 
@@ -126,7 +126,7 @@ def test_two_gathered_operands_are_rejected():
     p = RandomProblem(3)
     out = filled(p.experts, p.h, p.h)
     with pytest.raises(BackendError, match="moe_gradients: the CUDA kernel needs one of"):
-        cuda.gradients(p.x, p.pairs.row, p.x, p.pairs.row, p.pairs.offsets, out)
+        cuda_backend.gradients(p.x, p.pairs.row, p.x, p.pairs.row, p.pairs.offsets, out)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_combine_has_tritons_bits(n, k, first, own, dtype, out_dtype, ids_dtype)
         y[int(p.offsets[-1]) :] = float("nan")
         for weights in (randn(333, k), None):
             got, want = (filled(333, h, dtype=out_dtype) for _ in range(2))
-            cuda.combine(y, p.place, ids, weights, n, got)
+            cuda_backend.combine(y, p.place, ids, weights, n, got)
             rows_of.combine(y, p.place, ids, weights, n, want)
             assert_bitwise_equal(got, want, f"h = {h}, weighted: {weights is not None}")
 
@@ -151,7 +151,7 @@ def test_combine_has_tritons_bits(n, k, first, own, dtype, out_dtype, ids_dtype)
 def test_nan_stays_in_its_row():
     p = RandomProblem(5)
     p.x[3] = float("nan")
-    got = cuda.gated(p.x, p.pairs.row, Matrices(p.gate_up), p.pairs.offsets, None)[: p.count]
+    got = cuda_backend.gated(p.x, p.pairs.row, Matrices(p.gate_up), p.pairs.offsets, None)[: p.count]
     assert torch.equal(got.isnan().any(1), p.pairs.row[: p.count] == 3)
 
 
@@ -173,7 +173,7 @@ def test_the_op_has_the_same_bits_without_these_kernels(rows, listed):
 
     got = run()
     with without(
-        *((cuda, f"{name}_rejects") for name in ("pairs", "gated", "products", "gradients", "combine")),
+        *((cuda_backend, f"{name}_rejects") for name in ("pairs", "gated", "products", "gradients", "combine")),
         (few, "rejects"),
     ):
         want = run()

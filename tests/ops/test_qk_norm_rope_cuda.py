@@ -68,22 +68,22 @@ def test_backends_agree(backend):
 @pytest.mark.parametrize("dim, rotary", [(128, 128), (128, 64), (96, 96)])
 @pytest.mark.parametrize("elements", [128, 512, 1024, 4096, 8192])
 def test_every_schedule_gives_the_same_bits(elements, dim, rotary):
-    from alignkit.ops.qk_norm_rope import triton
+    from alignkit.ops.qk_norm_rope import triton_backend
 
     q, k = projected(77, dim=dim)
     given = rest(77, dim, rotary)
-    with mock.patch.object(triton, "ELEMENTS", elements):
+    with mock.patch.object(triton_backend, "ELEMENTS", elements):
         assert_same(q, k, *given, rotary_dim=rotary)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("levels", [1, 3, 8])
 def test_gradients_of_every_schedule_have_the_same_bits(levels, backend):
-    from alignkit.ops.qk_norm_rope import triton
+    from alignkit.ops.qk_norm_rope import triton_backend
 
     (q, k), (q_weight, k_weight, *given) = projected(333), rest(333)
     dy = [randn(*x.shape, dtype=BF16, seed=i) for i, x in enumerate((q, k))]
-    with mock.patch.object(triton, "TREE_LEVELS", levels), dispatch.use(backend):
+    with mock.patch.object(triton_backend, "TREE_LEVELS", levels), dispatch.use(backend):
         assert_same_gradients((q, k, q_weight, k_weight), dy, *given)
 
 

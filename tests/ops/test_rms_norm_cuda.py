@@ -84,17 +84,17 @@ def strided(rows, heads, h, kind):
 
 def assert_same(x, residual, weight, zero_centered, kind, what):
     """Compare forward and backward of both backends, with all schedules of the CUDA backward and unrounded dweight."""
-    from alignkit.ops.rms_norm import cuda as kernels
-    from alignkit.ops.rms_norm import forward, triton
+    from alignkit.ops.rms_norm import cuda_backend as kernels
+    from alignkit.ops.rms_norm import forward, triton_backend
     from alignkit.ops.rms_norm.problem import Norm
 
     got = forward(x, weight, 1e-6, residual, zero_centered)
-    want = triton.forward(x, weight, 1e-6, residual, zero_centered)
+    want = triton_backend.forward(x, weight, 1e-6, residual, zero_centered)
     for name, a, b in zip(("total", "y", "rstd"), got, want, strict=True):
         assert_bitwise_equal(a, b, f"{name}, {what}")
     total, y, rstd = got
     dy, d_total = random_values(y.shape, kind), None if residual is None else random_values(y.shape, kind)
-    dx, dweight = triton.backward(dy, total, weight, rstd, d_total, zero_centered)
+    dx, dweight = triton_backend.backward(dy, total, weight, rstd, d_total, zero_centered)
     tensors = (total, dy, weight) if d_total is None else (total, dy, weight, d_total)
     if kernels.backward_rejects(Norm("cuda", tuple(map(operand, tensors)))) is not None:
         return

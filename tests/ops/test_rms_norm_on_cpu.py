@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from alignkit.ops._common import fma
-from alignkit.ops.rms_norm import cuda
+from alignkit.ops.rms_norm import cuda_backend
 from alignkit.testing import assert_bitwise_equal
 
 HERE = Path(__file__).parent
@@ -49,8 +49,8 @@ def kernels(tmp_path_factory):
         assert getattr(lib, name)(arguments, None) == 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda.cuda, "call", call)
-        yield cuda
+        patch.setattr(cuda_backend.cuda, "call", call)
+        yield cuda_backend
 
 
 def tree(t, dim):

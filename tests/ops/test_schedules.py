@@ -37,7 +37,7 @@ TILES = {
 @pytest.mark.parametrize("leaves", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_tile_gives_the_same_bits(m, n, k, leaves, dtype):
-    from alignkit.ops.linear.triton import tiles
+    from alignkit.ops.linear.triton_backend import tiles
 
     a, b, bias = randn(m, k, dtype=dtype, seed=m), randn(n, k, dtype=dtype), randn(n, dtype=dtype)
     want = torch.empty(m, n)
@@ -69,7 +69,7 @@ def test_every_tile_gives_the_same_bits(m, n, k, leaves, dtype):
 def assert_hopper(a, b, leaves, bias, dtype):
     """Check that hopper.py computes the product with the bits of `tiles`, for every cut of the last wave's tiles."""
     from alignkit.ops.linear import hopper
-    from alignkit.ops.linear.triton import tiles
+    from alignkit.ops.linear.triton_backend import tiles
 
     want = torch.empty(a.shape[0], b.shape[0], dtype=dtype)
     tiles(a, b, leaves, bias, want, False)

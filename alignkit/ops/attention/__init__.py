@@ -251,7 +251,7 @@ def reserve(q: torch.Tensor, kv_heads: int, positions: int) -> None:
     Valid for at most as many queries as q [T, Hq, D], over kv_heads KV heads and sequences of up to `positions`.
     """
     if not families.on_host(q.device):
-        from .cuda import spill_bytes
+        from .cuda_backend import spill_bytes
         from .sharing import workspace
 
         # The maximum suffices: the decode workspace is freed before the prefill kernel allocates.

@@ -21,15 +21,15 @@ from .problem import Attention
 
 
 def _triton():
-    from . import triton
+    from . import triton_backend
 
-    return triton
+    return triton_backend
 
 
 def _cuda():
-    from . import cuda
+    from . import cuda_backend
 
-    return cuda
+    return cuda_backend
 
 
 def _described(paged: bool) -> Callable[[str, Words], Attention]:

@@ -1,6 +1,6 @@
 """Description of an attention problem, the input of kernel selection.
 
-The rules in cuda.py read the fields; alignkit/explain.py fills them from words.
+The rules in cuda_backend.py read the fields; alignkit/explain.py fills them from words.
 """
 
 from __future__ import annotations

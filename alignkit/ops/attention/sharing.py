@@ -1,7 +1,7 @@
 """Partition of leaves among the programs of decode attention, and the workspace for their states.
 
 Everything here depends on shapes alone, so it is valid for replays of a CUDA graph. The partition changes speed and
-memory, never bits. few.py writes and reads the states and records; triton.py allocates them.
+memory, never bits. few.py writes and reads the states and records; triton_backend.py allocates them.
 """
 
 from __future__ import annotations

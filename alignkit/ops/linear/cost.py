@@ -67,7 +67,7 @@ TILES = Cost(start=3.0, rate=3.85, step=0.218, element=0.000805, copy=2.21e-5, t
 
 
 class Tile(NamedTuple):
-    """A tile of triton.py: rows, outputs, k extent of a step, and CTAs that share its leaves (split-K)."""
+    """A tile of triton_backend.py: rows, outputs, k extent of a step, and CTAs that share its leaves (split-K)."""
 
     rows: int
     outputs: int
@@ -100,7 +100,7 @@ def parts(m: int, n: int, k: int, leaves: int, number: int, width: int, same_out
 
 
 def tiles(m: int, n: int, k: int, leaves: int, tile: Tile) -> float:
-    """Return the time of triton.py's kernel. Steps do not cross leaves; odd leaf lengths need more, shorter steps."""
+    """Return the time of triton_backend.py's kernel; odd leaf lengths need more, shorter steps."""
     step = math.gcd(tile.step, k // leaves)
     steps = k // tile.parts // step
     blocks = ceil_div(ceil_div(m, tile.rows) * ceil_div(n, tile.outputs) * tile.parts, SM_COUNT)  # per SM, at most
@@ -110,13 +110,13 @@ def tiles(m: int, n: int, k: int, leaves: int, tile: Tile) -> float:
 
 
 def all_tiles(m: int, leaves: int) -> list[Tile]:
-    """Return the candidate tiles of triton.py."""
+    """Return the candidate tiles of triton_backend.py."""
     shapes = ((16, 32, 128), (64, 32, 128)) if m <= 64 else ((64, 32, 128), (64, 64, 64))
     return [Tile(*shape, number) for shape in shapes for number in (1, 2, 4, 8) if number <= leaves]
 
 
 def best_of_tiles(m: int, n: int, k: int, leaves: int) -> tuple[float, Tile]:
-    """Return the lowest time of triton.py's tiles, and its tile."""
+    """Return the lowest time of triton_backend.py's tiles, and its tile."""
     return min((tiles(m, n, k, leaves, tile), tile) for tile in all_tiles(m, leaves))
 
 

@@ -519,8 +519,8 @@ def prepare(product: Product) -> Callable | None:
 
 
 def _chain() -> Callable:
-    """Return the reference of the trials: chain(a, b, bias, out, accumulate) of triton.py."""
-    from .triton import chain
+    """Return the reference of the trials: chain(a, b, bias, out, accumulate) of triton_backend.py."""
+    from .triton_backend import chain
 
     return chain
 

@@ -12,8 +12,8 @@ same bytes there.
 Tiles of the last, partial wave may be split (stream-K). The owner of a tile computes its first leaves. Helpers, the
 CTAs without such a tile, compute the other leaves as pieces: subtrees whose sums the owner reads from memory. Helpers
 have the lowest CTA indices and start with their pieces, so an owner never waits for a CTA that has not started. The
-order of k, and so every bit, is that of triton.py. Tiles, pipeline and splits change no bits. RESULT and OPERAND fix
-ROWS and STEP, and `_own` supports the splits of `cost.KEPT` alone.
+order of k, and so every bit, is that of triton_backend.py. Tiles, pipeline and splits change no bits. RESULT and
+OPERAND fix ROWS and STEP, and `_own` supports the splits of `cost.KEPT` alone.
 """
 
 from __future__ import annotations
@@ -431,7 +431,7 @@ def rejects(p: Product) -> str | None:
         return why
     problem = round_up_rows(p.m), p.n, p.k, p.leaves
     faster = cost.best_of_tiles(*problem)[0] < cost.many(*problem)
-    return f"speed: linear/cost.py predicts that triton.py is faster for rows = {p.m}" if faster else None
+    return f"speed: linear/cost.py predicts that triton_backend.py is faster for rows = {p.m}" if faster else None
 
 
 def unsupported(p: Product) -> str | None:

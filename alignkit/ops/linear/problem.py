@@ -1,6 +1,6 @@
 """The description of a GEMM for kernel selection.
 
-The rules in cuda.py, cublaslt.py and hopper.py read the fields; alignkit/explain.py fills them from words.
+The rules in cuda_backend.py, cublaslt.py and hopper.py read the fields; alignkit/explain.py fills them from words.
 """
 
 from __future__ import annotations

@@ -16,15 +16,15 @@ from .problem import Head, HeadGradient, HeadProducts
 
 
 def _triton():
-    from . import triton
+    from . import triton_backend
 
-    return triton
+    return triton_backend
 
 
 def _cuda():
-    from . import cuda
+    from . import cuda_backend
 
-    return cuda
+    return cuda_backend
 
 
 def _head(given: Words) -> tuple[int, int, torch.dtype, Operand, Operand]:

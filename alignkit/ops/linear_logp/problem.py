@@ -1,6 +1,6 @@
 """Descriptions of the fused LM head problems for kernel selection.
 
-The rules in cuda.py read the fields; alignkit/explain.py fills them from words.
+The rules in cuda_backend.py read the fields; alignkit/explain.py fills them from words.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Generic backend: expert by expert, through the GEMMs of linear layers.
 
-It synchronizes with a GPU, because the host needs the number of rows of each expert. grouped.py and cuda.py have the
-same functions and bits.
+It synchronizes with a GPU, because the host needs the number of rows of each expert. grouped.py and cuda_backend.py
+have the same functions and bits.
 """
 
 from __future__ import annotations

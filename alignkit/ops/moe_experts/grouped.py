@@ -1,11 +1,11 @@
-"""Triton backend: grouped GEMMs of all experts in one launch, with the bits of ../linear/triton.py.
+"""Triton backend: grouped GEMMs of all experts in one launch, with the bits of ../linear/triton_backend.py.
 
 The kernels read the row counts on the device. The grid covers the maximum number of row tiles; programs without rows
 exit immediately. The kernels gather rows by index. each.py documents the functions.
 
 The order of k is the contract's (docs/contract.md, "Mixture of experts"). STEPS, the number of steps, must stay a
 run-time argument without specialization: the compiler could change the order of a constant number of steps
-(../linear/triton.py). Tile sizes and launch options are free, but a step of k must not cross leaves:
+(../linear/triton_backend.py). Tile sizes and launch options are free, but a step of k must not cross leaves:
 `products` reduces BLOCK_K to a divisor of the leaf.
 """
 
@@ -20,14 +20,14 @@ import triton.language as tl
 from ...runtime.launch import launch
 from ...runtime.operands import dtype_name
 from .._triton import next_power_of_2
-from ..linear.triton import sums
-from ..silu_mul.triton import silu_times
+from ..linear.triton_backend import sums
+from ..silu_mul.triton_backend import silu_times
 from .problem import UNEQUAL_MATRICES, Grouped, Matrices
 
 MAX_EXPERTS = 4096
 """schedule: maximum experts per rank, a limit that may be raised: every program loads the offsets of all experts.
 
-cuda.py has a smaller limit, that of its kernels.
+cuda_backend.py has a smaller limit, that of its kernels.
 """
 GROUP_SIZE_M = 8
 """schedule: row tiles per rasterization band, so that weights stay in L2."""

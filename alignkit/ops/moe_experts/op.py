@@ -20,15 +20,15 @@ from .problem import Rows as RowsProblem
 
 
 def _triton():
-    from . import triton
+    from . import triton_backend
 
-    return triton
+    return triton_backend
 
 
 def _cuda():
-    from . import cuda
+    from . import cuda_backend
 
-    return cuda
+    return cuda_backend
 
 
 def _few():

@@ -1,7 +1,7 @@
 """torch backend: the sort of ids by expert, without synchronization.
 
-cuda.py and ranked.py compute the same `Pairs`. The order of pairs, by expert, then by row, is the contract's order of
-weight-gradient sums (docs/contract.md, "Mixture of experts").
+cuda_backend.py and ranked.py compute the same `Pairs`. The order of pairs, by expert, then by row, is the contract's
+order of weight-gradient sums (docs/contract.md, "Mixture of experts").
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from . import check, cpu, moe_router, reference, route
 
 
 def _triton():
-    from . import triton
+    from . import triton_backend
 
-    return triton
+    return triton_backend
 
 
 def _moe_router(logits, top_k, score, normalize, bias, groups, top_groups, scale):

@@ -13,9 +13,9 @@ from . import check, cpu, forward, qk_norm_rope, reference
 
 
 def _triton():
-    from . import triton
+    from . import triton_backend
 
-    return triton
+    return triton_backend
 
 
 def _qk_norm_rope(q, k, q_weight, k_weight, eps, positions, table, rotary_dim=None):

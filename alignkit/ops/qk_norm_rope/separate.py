@@ -1,6 +1,6 @@
 """qk_norm_rope by separate norm and rope kernels, for the backends `cpu` and `reference`.
 
-triton.py fuses both and gives the same bits.
+triton_backend.py fuses both and gives the same bits.
 """
 
 from __future__ import annotations

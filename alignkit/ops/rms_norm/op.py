@@ -17,15 +17,15 @@ from .problem import Norm
 
 
 def _triton():
-    from . import triton
+    from . import triton_backend
 
-    return triton
+    return triton_backend
 
 
 def _cuda():
-    from . import cuda
+    from . import cuda_backend
 
-    return cuda
+    return cuda_backend
 
 
 def _add_rms_norm(x, residual, weight, eps):

@@ -1,6 +1,6 @@
 """Reference RMSNorm in torch, in the CPU family's order of summation (docs/contract.md, "RMSNorm").
 
-cpu.py has the same bits. triton.py and cuda.py sum in the order of Hopper GPUs.
+cpu.py has the same bits. triton_backend.py and cuda_backend.py sum in the order of Hopper GPUs.
 """
 
 from __future__ import annotations

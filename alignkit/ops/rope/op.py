@@ -14,9 +14,9 @@ from . import check, cpu, reference, rope, rope_table
 
 
 def _triton():
-    from . import triton
+    from . import triton_backend
 
-    return triton
+    return triton_backend
 
 
 def _check_rotation(name, x, positions, table, rotary_dim):

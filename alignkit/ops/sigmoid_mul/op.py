@@ -11,9 +11,9 @@ from . import check, cpu, forward, reference, sigmoid_mul
 
 
 def _triton():
-    from . import triton
+    from . import triton_backend
 
-    return triton
+    return triton_backend
 
 
 def _custom(gate, x):

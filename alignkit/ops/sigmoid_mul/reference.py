@@ -1,6 +1,6 @@
 """Reference sigmoid_mul in torch; every operation is the contract's (docs/contract.md, "Mixture of experts").
 
-triton.py calls `product` and `product_back` with the sm90 family's `exp` and sum.
+triton_backend.py calls `product` and `product_back` with the sm90 family's `exp` and sum.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from . import check, cpu, reference, silu_mul
 
 
 def _triton():
-    from . import triton
+    from . import triton_backend
 
-    return triton
+    return triton_backend
 
 
 def _custom(gate, up):

@@ -1,6 +1,6 @@
 """Reference silu_mul in torch; every operation is the CPU family's contract (docs/contract.md, "SiLU times up").
 
-cpu.py has the same bits. triton.py has those of Hopper GPUs, whose `exp` differs.
+cpu.py has the same bits. triton_backend.py has those of Hopper GPUs, whose `exp` differs.
 """
 
 from __future__ import annotations

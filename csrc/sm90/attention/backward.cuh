@@ -15,7 +15,7 @@
 #include "../ptx/wgmma.cuh"
 #include "heads.cuh"
 
-// Arguments, filled by alignkit/ops/attention/cuda.py; ALIGNKIT_LAYOUT is in backward.cu.
+// Arguments, filled by alignkit/ops/attention/cuda_backend.py; ALIGNKIT_LAYOUT is in backward.cu.
 struct AlignkitAttentionBackward {
   AlignkitHeads q, k, v, grad;  // grad: gradient of the result
   const float *shift, *delta;   // per query, [heads, pads * 128]: see alignkit/ops/attention/gradients.py

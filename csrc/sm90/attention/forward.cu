@@ -30,7 +30,7 @@
 #include "../ptx/wgmma.cuh"
 #include "heads.cuh"
 
-// Arguments, filled by alignkit/ops/attention/cuda.py.
+// Arguments, filled by alignkit/ops/attention/cuda_backend.py.
 struct AlignkitAttention {
   AlignkitHeads q, k, v;
   void* out;                           // [tokens, heads, dim]

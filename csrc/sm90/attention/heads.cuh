@@ -1,6 +1,6 @@
 // Shared by the attention kernels: argument structs, tensor maps of heads, the row store and the layout of statistics.
-// alignkit/ops/attention/cuda.py mirrors the structs; ALIGNKIT_LAYOUT is in forward.cu. The only arithmetic here is the
-// contract's rounding of results, in store_row.
+// alignkit/ops/attention/cuda_backend.py mirrors the structs; ALIGNKIT_LAYOUT is in forward.cu. The only arithmetic
+// here is the contract's rounding of results, in store_row.
 #pragma once
 #include "../ptx/tma.cuh"
 #include "../ptx/pack.cuh"

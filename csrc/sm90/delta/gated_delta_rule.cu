@@ -33,7 +33,7 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 
-// Arguments, filled by alignkit/ops/gated_delta_rule/cuda.py. Strides are in elements.
+// Arguments, filled by alignkit/ops/gated_delta_rule/cuda_backend.py. Strides are in elements.
 struct AlignkitDelta {
   const void *q, *k, *w, *d_o, *dv;
   int64_t strides[5][3];  // for each of q, k, w, d_o, dv: batch, row, head
@@ -873,8 +873,8 @@ cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream) {
 }  // namespace alignkit
 
 // Run the kernel. K and V are each 64, 128 or 256: not checked here, but in alignkit/ops/gated_delta_rule/__init__.py.
-// Input strides are multiples of 8, addresses multiples of 16 bytes (cuda.py copies other inputs); all other tensors
-// are dense. Returns a cudaError_t.
+// Input strides are multiples of 8, addresses multiples of 16 bytes (cuda_backend.py copies other inputs); all other
+// tensors are dense. Returns a cudaError_t.
 extern "C" int alignkit_delta_back(const AlignkitDelta* p, cudaStream_t stream) {
   using namespace alignkit;
   return p->half ? launch_delta<__half>(*p, stream) : launch_delta<__nv_bfloat16>(*p, stream);

@@ -10,7 +10,7 @@
 //
 // Launch: CTAs of 8 warps; grid (tokens / 8, column parts), with enough column parts for about kTargetCtas CTAs.
 //
-// Called by alignkit/ops/moe_experts/cuda.py. Tile and launch shape change no bits.
+// Called by alignkit/ops/moe_experts/cuda_backend.py. Tile and launch shape change no bits.
 #include <algorithm>
 #include <climits>
 #include <cstdint>
@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kWarps = 8;         // schedule: warps per CTA
 constexpr int kTargetCtas = 256;  // schedule: CTAs that fill the GPU
-constexpr int kMaxTopK = 16;      // mirrors alignkit/ops/moe_experts/cuda.py:MAX_TOP_K (limit of the kernel: registers)
+constexpr int kMaxTopK = 16;      // mirrors alignkit/ops/moe_experts/cuda_backend.py:MAX_TOP_K (limit: registers)
 
 struct Combine {
   const int64_t* place;  // pair of each id, or -1
@@ -168,7 +168,7 @@ using namespace alignkit;
 // Compute out [rows, columns] from y [pairs, columns]. `place`, `ids` and `weights` (or null) are [rows, k]; ids are
 // int32 if `narrow`, otherwise int64. y is bf16 if `from_bf16`, else fp32; out is bf16 if `to_bf16`, else fp32. fp32 to
 // bf16 is not supported, nor is k > kMaxTopK: cudaErrorInvalidValue. Not checked here: rows are at least 1, and rows of
-// both matrices are contiguous multiples of 16 bytes (`combine_rejects` in cuda.py). Returns a cudaError_t.
+// both matrices are contiguous multiples of 16 bytes (`combine_rejects` in cuda_backend.py). Returns a cudaError_t.
 extern "C" int alignkit_experts_combine(const void* y, int from_bf16, const int64_t* place, const void* ids, int narrow,
                                         const float* weights, void* out, int to_bf16, int rows, int k, int columns,
                                         int run, int width, cudaStream_t stream) {

@@ -11,7 +11,7 @@
 //
 // Launch: one persistent CTA of 384 threads per SM.
 //
-// Called by alignkit/ops/moe_experts/cuda.py. Tile and launch shape change no bits.
+// Called by alignkit/ops/moe_experts/cuda_backend.py. Tile and launch shape change no bits.
 #include "experts.cuh"
 
 namespace alignkit {
@@ -247,7 +247,7 @@ using namespace alignkit;
 
 // Compute out [pairs, n], bf16 if `round`, else fp32: each row of a [pairs, k] times its expert's [n, k], transposed.
 // The matrices are given as in alignkit_experts_gate_up. `leaves` is 1, 2, 4 or 8. Not checked here:
-// k is a multiple of 16 leaves if leaves > 1 (`products_unsupported` in cuda.py). Returns a cudaError_t.
+// k is a multiple of 16 leaves if leaves > 1 (`products_unsupported` in cuda_backend.py). Returns a cudaError_t.
 extern "C" int alignkit_experts_down(const void* a, int64_t a_pitch, const void* weights, int64_t pitch,
                                      const void* each, const int64_t* offsets, int experts, void* out,
                                      int64_t out_pitch, int round, int pairs, int n, int k, int leaves,

@@ -1,6 +1,6 @@
 // Shared by the grouped GEMMs over experts: the tile scheduler, the kernel prologue and the experts' tensor maps.
 // A pair is one token and one expert that it is routed to. Pairs lie in expert order, so each expert has consecutive
-// rows. The order of tiles changes no bits. alignkit/ops/moe_experts/cuda.py mirrors kMaxExperts.
+// rows. The order of tiles changes no bits. alignkit/ops/moe_experts/cuda_backend.py mirrors kMaxExperts.
 #pragma once
 #include "../gemm/gemm.cuh"
 

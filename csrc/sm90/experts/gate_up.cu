@@ -10,7 +10,7 @@
 //
 // Launch: one persistent CTA of 384 threads per SM.
 //
-// Called by alignkit/ops/moe_experts/cuda.py. Tile and launch shape change no bits.
+// Called by alignkit/ops/moe_experts/cuda_backend.py. Tile and launch shape change no bits.
 #include "../ptx/exponential.cuh"
 #include "experts.cuh"
 
@@ -164,7 +164,7 @@ using namespace alignkit;
 // Pair i multiplies row row[i] of x [.., k] by its expert's matrix [2 features, k]. The matrices are stacked from
 // `weights` on, with rows `pitch` elements apart. Otherwise `each` holds one map per expert
 // (alignkit_experts_gate_up_map). Not checked here: `features` is a multiple of 8, and rows of x start at multiples of
-// 16 bytes (`gated_rejects` in cuda.py). Returns a cudaError_t.
+// 16 bytes (`gated_rejects` in cuda_backend.py). Returns a cudaError_t.
 extern "C" int alignkit_experts_gate_up(const void* x, int64_t x_pitch, const int64_t* row, const void* weights,
                                         int64_t pitch, const void* each, const int64_t* offsets, int experts, void* h,
                                         void* y, int pairs, int features, int k, cudaStream_t stream) {

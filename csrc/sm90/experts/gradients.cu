@@ -12,7 +12,7 @@
 //
 // Launch: one persistent CTA of 384 threads per SM.
 //
-// Called by alignkit/ops/moe_experts/cuda.py. Tile and launch shape change no bits.
+// Called by alignkit/ops/moe_experts/cuda_backend.py. Tile and launch shape change no bits.
 #include "experts.cuh"
 
 namespace alignkit {
@@ -212,8 +212,8 @@ using namespace alignkit;
 // Compute out [experts, n, k] = a^T b over each expert's pairs, rounded to bf16; 0 for an expert without pairs.
 // Operand a, if `gathers_a`, otherwise b, has its rows selected by `row`, one per pair. If `row` is null, it lies in
 // expert order like the other operand, which has at least `pairs` rows. Not checked here: n and k are multiples of 8,
-// pairs are at least 1, and gathered rows start at multiples of 16 bytes (`gradients_rejects` in cuda.py). Returns a
-// cudaError_t.
+// pairs are at least 1, and gathered rows start at multiples of 16 bytes (`gradients_rejects` in cuda_backend.py).
+// Returns a cudaError_t.
 extern "C" int alignkit_experts_gradients(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, int gathers_a,
                                           const int64_t* row, const int64_t* offsets, int experts, void* out, int pairs,
                                           int n, int k, cudaStream_t stream) {

@@ -2,7 +2,7 @@
 //
 // count_pairs counts each CTA's ids by expert. place_pairs sums the counts of all CTAs and writes every pair behind its
 // expert's earlier ids. All arithmetic is on integers, so no result depends on the schedule.
-// Called by alignkit/ops/moe_experts/cuda.py, which mirrors kIdsPerCta as BLOCK and checks that count < 2^31.
+// Called by alignkit/ops/moe_experts/cuda_backend.py, which mirrors kIdsPerCta as BLOCK and checks that count < 2^31.
 //
 // Launch: both kernels use one CTA of 8 warps per kIdsPerCta ids.
 #include <cstdint>

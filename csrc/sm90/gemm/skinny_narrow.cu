@@ -9,7 +9,7 @@
 //   then one rounding.
 // - Launch: one CTA per 16 outputs, with 1, 2 or 4 consumer warps for m <= 8, 16 or 32; PDL.
 //
-// Called by alignkit/ops/linear/cuda.py. Tile and launch shape change no bits.
+// Called by alignkit/ops/linear/cuda_backend.py. Tile and launch shape change no bits.
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
 #include "gemm.cuh"

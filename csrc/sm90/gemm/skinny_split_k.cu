@@ -12,7 +12,7 @@
 //
 // The tensor maps split k into (leaf, k within the leaf), so the TMA pads a leaf that is no multiple of 64 with zeros.
 //
-// Called by alignkit/ops/linear/cuda.py. Tile and launch shape change no bits.
+// Called by alignkit/ops/linear/cuda_backend.py. Tile and launch shape change no bits.
 #include "skinny.cuh"
 
 namespace alignkit {

@@ -7,7 +7,7 @@
 // - Order of summation (docs/contract.md, "Linear"): each output is one chain over ascending k, in steps of 16.
 // - Launch: one persistent CTA per SM, 384 threads; PDL.
 //
-// Called by alignkit/ops/linear/cuda.py. Tile and launch shape change no bits.
+// Called by alignkit/ops/linear/cuda_backend.py. Tile and launch shape change no bits.
 #include "skinny.cuh"
 
 namespace alignkit {

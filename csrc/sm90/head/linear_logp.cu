@@ -8,8 +8,8 @@
 // - The formulas of `logit`, `Statistics` and `Gradient`, and kTile, are that section's. Changing one changes bits and
 //   the contract id.
 //
-// AlignkitHead of interface.h holds the arguments, which alignkit/ops/linear_logp/cuda.py fills. alignkit_cuda_error,
-// at the end, returns the text of a CUDA error for all kernels; it may move to any file.
+// AlignkitHead of interface.h holds the arguments, which alignkit/ops/linear_logp/cuda_backend.py fills.
+// alignkit_cuda_error, at the end, returns the text of a CUDA error for all kernels; it may move to any file.
 #include <cmath>
 #include <type_traits>
 
@@ -288,7 +288,7 @@ struct Gradient : FromZero {
 
 using namespace alignkit;
 
-// Arguments, filled by alignkit/ops/linear_logp/cuda.py; see Count, Transform and the epilogues.
+// Arguments, filled by alignkit/ops/linear_logp/cuda_backend.py; see Count, Transform and the epilogues.
 struct AlignkitHead {
   const void *hidden, *weight;  // bf16 [rows, k], [ids, k]
   int64_t hidden_pitch, weight_pitch;
@@ -328,7 +328,7 @@ cudaError_t dispatch(bool entropy, bool plain, const Run& run) {
 }  // namespace
 
 // The functions below return a cudaError_t. They do not check pitches, widths and alignment; the functions *_rejects in
-// alignkit/ops/linear_logp/cuda.py do.
+// alignkit/ops/linear_logp/cuda_backend.py do.
 
 // Forward: m, q, u [rows, tiles] with `pitch` elements between rows; z_target [rows]. u, target and products may be
 // null.

@@ -5,8 +5,8 @@
 // - Order of summation (docs/contract.md, "Log-softmax over the vocabulary" and "On Hopper GPUs"): each output is one
 //   chain, over ids for dhidden and over rows for dweight.
 // - Start and end of a chain: it starts from zero or from the output. The result is stored in fp32, rounded to bf16, or
-//   added in fp32 to the output. alignkit/ops/linear_logp/cuda.py chooses as the contract prescribes; another choice
-//   has other bits.
+//   added in fp32 to the output. alignkit/ops/linear_logp/cuda_backend.py chooses as the contract prescribes; another
+//   choice has other bits.
 // - Overlap: dweight starts on clusters that are idle in dhidden's last wave (Order::kOverlap).
 #include "../../interface.h"
 #include "../gemm/gemm.cuh"
@@ -147,7 +147,7 @@ cudaError_t launch_dweight(const Matrix& dz, const Matrix& hidden, const Shape& 
 
 using namespace alignkit;
 
-// Arguments, filled by alignkit/ops/linear_logp/cuda.py.
+// Arguments, filled by alignkit/ops/linear_logp/cuda_backend.py.
 struct AlignkitHeadProducts {
   const void *dz, *weight, *hidden;
   int64_t dz_pitch, weight_pitch, hidden_pitch;
@@ -166,7 +166,7 @@ ALIGNKIT_LAYOUT(AlignkitHeadProducts, dz, weight, hidden, dz_pitch, weight_pitch
 
 // dhidden [rows, d] = dz [rows, ids] . weight [ids, d], and dweight [ids, d] = dz^T . hidden [rows, d]; either output
 // may be null. Returns a cudaError_t. Not checked here: d is a multiple of 8, and pitches are multiples of 16 bytes
-// (`head_products_rejects` in alignkit/ops/linear_logp/cuda.py).
+// (`head_products_rejects` in alignkit/ops/linear_logp/cuda_backend.py).
 //
 // - resume: dhidden's chains continue from its contents.
 // - rounded: dweight is bf16 and contiguous; otherwise fp32, added to its contents if `add`.

@@ -26,7 +26,7 @@ struct AlignkitNormRows {
   int64_t token, head;
 };
 
-// Arguments, filled by alignkit/ops/rms_norm/cuda.py.
+// Arguments, filled by alignkit/ops/rms_norm/cuda_backend.py.
 struct AlignkitNorm {
   AlignkitNormRows x;
   const void* weight;
@@ -62,7 +62,7 @@ constexpr int kColumns = 8;                  // hardware: bf16 elements per 16-b
 constexpr int kWarpColumns = 32 * kColumns;  // columns of one vector per lane of a warp
 constexpr int kNarrowThreads = 128;          // schedule: threads per CTA of Narrow teams
 constexpr int kMaxWarps = 32;                // hardware: warps per CTA
-constexpr int kChain = 16;                   // mirrors alignkit/ops/rms_norm/triton.py:DW_ROWS
+constexpr int kChain = 16;                   // mirrors alignkit/ops/rms_norm/triton_backend.py:DW_ROWS
 constexpr int kMaxRows = 1 << 27;            // schedule: limit of the index arithmetic and of kDweightLevels
 constexpr int kMaxColumns = 1 << 14;         // schedule: limit of the kernels, in which a CTA holds a row in registers
 constexpr int kMaxSharedBytes = 192 << 10;   // schedule: dynamic shared memory per CTA, for the cp.async ring
@@ -725,7 +725,7 @@ cudaError_t launch_grad(const AlignkitNormGrad& p, cudaStream_t stream) {
 
 // The functions return a cudaError_t: cudaErrorInvalidValue unless h is a multiple of 8, above 1024 (forward) or 32
 // (backward) and at most 16384, and rows are in [1, 2^27]. Not checked here: all tensors but rstd are 16-byte aligned,
-// and strides are multiples of 8 (alignkit/ops/rms_norm/cuda.py).
+// and strides are multiples of 8 (alignkit/ops/rms_norm/cuda_backend.py).
 
 // Forward: y = x * rstd * weight (1 + weight if zero_centered), rstd [rows].
 extern "C" int alignkit_rms_norm(const AlignkitNorm* p, cudaStream_t stream) {

@@ -1,8 +1,9 @@
 """CUDA attention (WGMMA and TMA, csrc/sm90/attention): training and paged prefill in bf16, head dimensions of DIMS.
 
-triton.py computes decode and the problems that these kernels reject, to the same bits (docs/contract.md, "Attention").
-The names and order of the fields of ctypes structures must equal the library's, which is checked at import. The bounds
-below are limits of the kernels: a stricter bound is always valid, a looser one needs a change of the kernels.
+triton_backend.py computes decode and the problems that these kernels reject, to the same bits (docs/contract.md,
+"Attention"). The names and order of the fields of ctypes structures must equal the library's, which is checked at
+import. The bounds below are limits of the kernels: a stricter bound is always valid, a looser one needs a change of the
+kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from ...runtime import cuda
 from ...runtime.families import SM90
 from ...runtime.operands import tma_rejects
-from . import triton
+from . import triton_backend
 from .common import DECODE_CONTEXT, DECODE_QUERIES, PAD
 from .problem import Attention, Relaunch
 
@@ -116,7 +117,7 @@ def arguments(q, k, v, out, starts, scale: float, tile_heads: int) -> Arguments:
     a = Arguments(*(_heads(t) for t in (q, k, v)), out.data_ptr())
     a.starts = _ints(starts)
     a.kv_rows, a.tokens, a.sequences, a.heads = k.shape[0], tokens, starts.shape[0] - 1, heads
-    a.kv_heads, a.dim, a.together, a.factor = k.shape[1], dim, tile_heads, triton._score_factor(scale)
+    a.kv_heads, a.dim, a.together, a.factor = k.shape[1], dim, tile_heads, triton_backend._score_factor(scale)
     return a
 
 
@@ -140,7 +141,7 @@ def _attend(a: Arguments, device: torch.device) -> Callable[[], None]:
 def forward(q, k, v, starts, scale: float, tile_heads: int = 1):
     """Return the output and the statistics for the backward pass; tile_heads: see `arguments`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    pads = triton._pads(q.shape[0], starts.shape[0] - 1)
+    pads = triton_backend._pads(q.shape[0], starts.shape[0] - 1)
     shift = torch.full((q.shape[1], pads * PAD.value), float("-inf"), dtype=torch.float32, device=q.device)
     a = arguments(q, k, v, out, starts, scale, tile_heads)
     a.shift, a.pads = shift.data_ptr(), pads
@@ -153,7 +154,7 @@ def gradients(q, k, v, d_out, shift, delta, grads, starts, scale: float) -> Grad
     statistics = shift.data_ptr(), delta.data_ptr()
     g = Gradients(*(_heads(t) for t in (q, k, v, d_out)), *statistics, *(t.data_ptr() for t in grads), _ints(starts))
     g.tokens, g.sequences, g.heads, g.kv_heads, g.dim = q.shape[0], starts.shape[0] - 1, q.shape[1], *k.shape[1:]
-    g.pads, g.factor, g.scale = shift.shape[1] // PAD.value, triton._score_factor(scale), scale
+    g.pads, g.factor, g.scale = shift.shape[1] // PAD.value, triton_backend._score_factor(scale), scale
     return g
 
 
@@ -165,7 +166,7 @@ def backward_function(dim: int) -> str:
 def backward(q, k, v, starts, out, shift, d_out, scale: float):
     if d_out.data_ptr() % 16:  # TMA needs 16-byte alignment
         d_out = d_out.clone()
-    delta = triton.compute_delta(out, d_out, starts)
+    delta = triton_backend.compute_delta(out, d_out, starts)
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     g = gradients(q, k, v, d_out, shift, delta, grads, starts, scale)
     cuda.call(backward_function(g.dim), q.device, ctypes.byref(g))
@@ -176,7 +177,7 @@ def paged(q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, 
     """Compute paged attention into `out`, and return its relaunch; tile_heads: see `arguments`; 0: the group's size."""
     seqs, width = block_table.shape
     decode_all = q.shape[0] <= seqs  # most likely one query per sequence
-    max_queries, relaunch_decode = triton.decode(
+    max_queries, relaunch_decode = triton_backend.decode(
         q, k, v, block_table, starts, seq_lens, page, scale, out, decode_all=decode_all
     )
     if decode_all:

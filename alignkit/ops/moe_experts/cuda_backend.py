@@ -6,10 +6,10 @@
 - `gradients`: weight gradients.
 - `combine`: the sum over each row's experts.
 
-few.py adds down GEMMs with few rows per expert. grouped.py, ranked.py and triton.py (all Triton) compute the problems
-that these kernels reject, and `weigh`. All give the contract's bits (docs/contract.md, "Mixture of experts"). each.py
-documents the GEMM functions. FEW, FEW_GATED and FEW_IDS affect speed alone; MAX_EXPERTS and MAX_TOP_K are limits that
-the kernels check.
+few.py adds down GEMMs with few rows per expert. grouped.py, ranked.py and triton_backend.py (all Triton) compute the
+problems that these kernels reject, and `weigh`. All give the contract's bits (docs/contract.md, "Mixture of experts").
+each.py documents the GEMM functions. FEW, FEW_GATED and FEW_IDS affect speed alone; MAX_EXPERTS and MAX_TOP_K are
+limits that the kernels check.
 """
 
 from __future__ import annotations

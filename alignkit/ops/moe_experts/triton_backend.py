@@ -13,7 +13,7 @@ import triton.language as tl
 from ...contract.experts import ExpertTree
 from ...runtime.launch import launch
 from .._triton import next_power_of_2, tree_sum
-from ..silu_mul.triton import silu_gradients, silu_times
+from ..silu_mul.triton_backend import silu_gradients, silu_times
 
 NONE = tl.constexpr(2**30)
 """schedule: leaf index of absent ids, above all leaves."""

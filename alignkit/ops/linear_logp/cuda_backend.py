@@ -4,9 +4,10 @@
 - `head_gradient`: gradient of the logits, recomputed from hidden and weight.
 - `head_products`: gradients of hidden and weight, from the gradient of the logits.
 
-triton.py has the other functions. For operands that these kernels reject, a GEMM of ../linear writes the products to
-memory and triton.py reads them. The bits are equal (docs/contract.md, "Log-softmax over the vocabulary"). The names and
-order of the fields of ctypes structures must equal the library's, which is checked when this file is imported.
+triton_backend.py has the other functions. For operands that these kernels reject, a GEMM of ../linear writes the
+products to memory and triton_backend.py reads them. The bits are equal (docs/contract.md, "Log-softmax over the
+vocabulary"). The names and order of the fields of ctypes structures must equal the library's, which is checked when
+this file is imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Triton qk_norm_rope: queries and keys in one launch, one row per token and head.
 
 The bits are those of `rms_norm` followed by `rope`, and of their two backward passes. The result between the two ops is
-rounded to the model type. A change of the arithmetic in ../rms_norm/triton.py or ../rope/triton.py must be repeated
-here (docs/contract.md, "RMSNorm" and "RoPE"). ELEMENTS, TREE_LEVELS and num_warps are free.
+rounded to the model type. A change of the arithmetic in ../rms_norm/triton_backend.py or ../rope/triton_backend.py must
+be repeated here (docs/contract.md, "RMSNorm" and "RoPE"). ELEMENTS, TREE_LEVELS and num_warps are free.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import triton.language as tl
 
 from ...runtime.launch import launch
 from .._triton import next_power_of_2, tree_sum
-from ..rms_norm.triton import DW_ROWS, _gradients, _rstd, _scale
-from ..rope.triton import _angles
+from ..rms_norm.triton_backend import DW_ROWS, _gradients, _rstd, _scale
+from ..rope.triton_backend import _angles
 
 ELEMENTS = 2048  # schedule: minimum elements per CTA, padding included; a power of two
 

@@ -1,8 +1,8 @@
 """CUDA backend of `chunk_gated_delta_rule_bwd_dhu` for bf16 and fp16 (csrc/sm90/delta/gated_delta_rule.cu).
 
-The op is the backward pass of the gated delta rule's chunk states. triton.py computes it to the same bits, for fp32
-too. The bits are the contract's (docs/contract.md, "Gated delta rule"); only `columns` of `bwd_dhu` is free (schedule).
-The names and order of the fields of `_Delta` must equal the library's, which is checked at import.
+The op is the backward pass of the gated delta rule's chunk states. triton_backend.py computes it to the same bits, for
+fp32 too. The bits are the contract's (docs/contract.md, "Gated delta rule"); only `columns` of `bwd_dhu` is free
+(schedule). The names and order of the fields of `_Delta` must equal the library's, which is checked at import.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 - `narrow` (csrc/sm90/gemm/skinny_narrow.cu): one chain per output, for few outputs and large k.
 - `tree` (csrc/sm90/gemm/skinny_split_k.cu): k-trees of 2, 4 or 8 leaves.
 
-Other GEMMs on a GPU use cublaslt.py, hopper.py (Gluon) or triton.py. All give the contract's bits (docs/contract.md,
-"Linear"), so the choice of kernel and of split affects speed alone. A constant that is a limit of a kernel may be
-lowered freely, but raised only together with the kernel.
+Other GEMMs on a GPU use cublaslt.py, hopper.py (Gluon) or triton_backend.py. All give the contract's bits
+(docs/contract.md, "Linear"), so the choice of kernel and of split affects speed alone. A constant that is a limit of a
+kernel may be lowered freely, but raised only together with the kernel.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def cost_of(m: int, n: int, k: int, leaves: int, split: Split) -> float:
 
 
 def best_split(m: int, n: int, k: int, leaves: int) -> Split | None:
-    """Return the fastest split by cost.py, or None if triton.py or hopper.py is faster.
+    """Return the fastest split by cost.py, or None if triton_backend.py or hopper.py is faster.
 
     The decision is made for `round_up_rows(m)` rows, so the row counts of `warmup_rows` cover all decisions. No other
     count can trigger a compilation.

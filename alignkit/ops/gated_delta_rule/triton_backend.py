@@ -1,8 +1,8 @@
 """Triton backend of `chunk_gated_delta_rule_bwd_dhu`: one program per sequence, head and slice of V.
 
-The op is the backward pass of the gated delta rule's chunk states. cuda.py computes it faster for bf16 and fp16, to the
-same bits. GEMMs and rounding points are the contract's (docs/contract.md, "Gated delta rule"). BV, the columns of V per
-program (a divisor of V), num_warps and num_stages are free.
+The op is the backward pass of the gated delta rule's chunk states. cuda_backend.py computes it faster for bf16 and
+fp16, to the same bits. GEMMs and rounding points are the contract's (docs/contract.md, "Gated delta rule"). BV, the
+columns of V per program (a divisor of V), num_warps and num_stages are free.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """CUDA RMSNorm (csrc/sm90/rms_norm/rms_norm.cu): bf16 backward, and forward of long rows without a residual.
 
-triton.py computes the problems that these kernels reject, to the same bits (docs/contract.md, "RMSNorm"). The names and
-order of the fields of ctypes structures must equal the library's, which is checked at import.
+triton_backend.py computes the problems that these kernels reject, to the same bits (docs/contract.md, "RMSNorm"). The
+names and order of the fields of ctypes structures must equal the library's, which is checked at import.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from ...runtime import cuda
 from ...runtime.operands import dtype_name
-from . import triton
+from . import triton_backend
 from .problem import Norm
 
 MIN_BACKWARD = 32  # schedule: backward kernel: elements per row must exceed this, its limit; may be raised
@@ -89,7 +89,7 @@ def _reject(p: Norm, above: int, names: tuple[str, ...]) -> str | None:
 
 def _rows(t: torch.Tensor) -> tuple[torch.Tensor, _Rows, int]:
     """Return t or a copy of it, which must stay alive until the launch, its rows, and the rows per token."""
-    t, heads, token, head = triton.by_head(t)
+    t, heads, token, head = triton_backend.by_head(t)
     return t, _Rows(t.data_ptr(), token, head), heads
 
 
@@ -117,7 +117,7 @@ def backward(
     h = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dweight = torch.empty(h, dtype=dweight_dtype, device=x.device)
-    sums = -(-len(rstd) // triton.DW_ROWS)
+    sums = -(-len(rstd) // triton_backend.DW_ROWS)
     workspace = torch.empty((sums + -(-sums // 128)) * h + -(-h // 128), dtype=torch.float32, device=x.device)
     _keep_alive, x_rows, heads = _rows(x)
     p = _NormGrad(

@@ -5,9 +5,9 @@
 - Backward: `gradient`, with `gather_rows` before it and `scatter_rows` after it.
 - Checks of values on the device: `check_rows`.
 
-cuda.py computes statistics and gradients within the GEMM, without logits in memory; it has no counterparts of the other
-functions. Sums within and over tiles are integers, so num_warps and block sizes other than TILE (VOCAB_TILE) are free.
-Every other operation is the contract's (docs/contract.md, "Log-softmax over the vocabulary").
+cuda_backend.py computes statistics and gradients within the GEMM, without logits in memory; it has no counterparts of
+the other functions. Sums within and over tiles are integers, so num_warps and block sizes other than TILE (VOCAB_TILE)
+are free. Every other operation is the contract's (docs/contract.md, "Log-softmax over the vocabulary").
 """
 
 from __future__ import annotations
