@@ -1,6 +1,6 @@
 """The front end's input processor, which rejects unsupported requests before they reach a worker.
 
-`refuse.request_reasons` decides which requests are unsupported; this file has only the hooks into vLLM's classes.
+`refuse.request_rejection` decides which requests are unsupported; this file has only the hooks into vLLM's classes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from alignkit.errors import UnsupportedError
 from alignkit.vllm import versions
-from alignkit.vllm.refuse import refuse_config, request_reasons
+from alignkit.vllm.refuse import refuse_config, request_rejection
 from alignkit.vllm.worker_class import is_aligned
 
 
@@ -26,13 +26,8 @@ class AlignedInputProcessor(InputProcessor):
         super().__init__(vllm_config, *args, **kwargs)
 
     def _validate_params(self, params, *args, **kwargs):
-        mode = self.model_config.logprobs_mode
-        reasons = request_reasons(params, mode)
-        if reasons:
-            raise RefusedRequest(
-                f"logprobs: must not be requested together with {', '.join(reasons)} and logprobs_mode = {mode}, "
-                "because training recomputes logprobs from the tokens alone"
-            )
+        if (rejection := request_rejection(params, self.model_config.logprobs_mode)) is not None:
+            raise RefusedRequest(rejection)
         return super()._validate_params(params, *args, **kwargs)
 
 

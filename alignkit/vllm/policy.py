@@ -8,6 +8,8 @@ tables check recipes (`alignkit.integrations.recipe.engines`), where `asked` has
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -355,6 +357,52 @@ PASSES = Policy(
     free="eliminate_noops rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb sp_min_token_num",
     ignored_prefixes=("fuse_", "enable_"),  # COMPILATION validates these as `pass_config`
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The context of `REQUEST`'s rows: the engine's logprobs mode, and whether the request returns logprobs."""
+
+    mode: str
+    logprobs: bool
+
+
+def _only_raw(field: str, neutral: Callable[[Any], bool]) -> Row:
+    """Return the row of a field that changes processed logprobs, unless its value is neutral."""
+    return Row(
+        field,
+        lambda value, asked: not asked.logprobs or asked.mode != "processed_logprobs" or neutral(value),
+        lambda _, asked: f"{field} with logprobs_mode = {asked.mode}",
+    )
+
+
+REQUEST = Policy(
+    # Sampling, stopping and output: they decide which tokens are returned, not the logprobs of these tokens. The engine
+    # decides whether trace replay, watermarking, KV transfer and custom logits processors (extra_args) exist.
+    free="""
+        n seed temperature stop stop_token_ids ignore_eos max_tokens repetition_detection stream_interval
+        logprobs prompt_logprobs logprob_token_ids flat_logprobs
+        detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind
+        skip_clone output_text_buffer_length routed_experts_prompt_start skip_reading_prefix_cache extra_args
+        watermarking _watermarking_skipped _eos_token_id _all_stop_token_ids _bad_words_token_ids
+    """,
+    rows=(
+        Row(  # vLLM applies the mask before it computes raw logprobs
+            "structured_outputs", lambda value, asked: not asked.logprobs or value is None, "structured outputs"
+        ),
+        *(_only_raw(field, lambda value: value <= 0) for field in ("top_k", "min_tokens")),
+        *(_only_raw(field, lambda value: value == 1.0) for field in ("top_p", "repetition_penalty")),
+        *(_only_raw(field, lambda value: value == 0.0) for field in ("min_p", "presence_penalty", "frequency_penalty")),
+        *(_only_raw(field, operator.not_) for field in ("logit_bias", "allowed_token_ids", "bad_words")),
+        _only_raw("thinking_token_budget", lambda value: value is None),
+    ),
+    labels={
+        "prompt_logprob_token_ids": "logprobs of given prompt token ids",
+        "prompt_logprob_start": "logprobs of given prompt token ids",
+        "trace_decode_token_ids": "trace replay",
+    },
+)
+"""Fields of vLLM's `SamplingParams`. The messages of the rows are parts of a sentence (`refuse.request_reasons`)."""
 
 PARTS = (
     ("", ENGINE),

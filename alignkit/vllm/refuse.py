@@ -11,18 +11,20 @@ import dataclasses
 import functools
 import operator
 import os
+from typing import Any
 
+import msgspec
 import torch
 
 from alignkit.contract import k_leaves
 from alignkit.contract.experts import ExpertTree
 from alignkit.convert import Architecture
-from alignkit.engines.policy import Policy, Row, default, refusals
+from alignkit.engines.policy import REQUIRED, Policy, Row, default, refusals
 from alignkit.errors import AlignkitError, UnsupportedError
 from alignkit.models import ARCHITECTURES, FAMILIES
 from alignkit.models.config import ROPE_TYPES
 from alignkit.vllm.built import architecture
-from alignkit.vllm.policy import PARTS, Asked
+from alignkit.vllm.policy import PARTS, REQUEST, Asked, Request
 from alignkit.vllm.versions import Version, installed
 
 STRUCTURE = frozenset(("ModuleList", "Attention", "ApplyRotaryEmb", "RoutedExperts")).union(
@@ -160,35 +162,39 @@ def _expert_reasons(read: Architecture, parallel) -> list[str]:
     ]
 
 
-def request_reasons(params, logprobs_mode: str) -> list[str]:
-    """Return the settings in `SamplingParams` that change the returned logprobs.
+def request_rejection(params, logprobs_mode: str) -> str | None:
+    """Return why a request with these `SamplingParams` is rejected, or None.
 
-    Training recomputes logprobs from the tokens alone, so it could not reproduce them.
+    Training recomputes logprobs from the tokens alone, so a setting that changes the returned logprobs is rejected. A
+    field that `policy.REQUEST` does not know must have its default.
     """
-    reasons = []
-    if params.logprobs is None and not params.logprob_token_ids and params.prompt_logprobs is None:
-        return reasons
-    if params.structured_outputs is not None:  # vLLM applies the mask before it computes raw logprobs
-        reasons.append("structured outputs")
-    if logprobs_mode == "processed_logprobs":
-        reasons += [
-            name
-            for name, present in {
-                "top_k": params.top_k > 0,
-                "top_p": params.top_p != 1.0,
-                "min_p": params.min_p != 0.0,
-                "presence_penalty": params.presence_penalty != 0.0,
-                "frequency_penalty": params.frequency_penalty != 0.0,
-                "repetition_penalty": params.repetition_penalty != 1.0,
-                "logit_bias": bool(params.logit_bias),
-                "allowed_token_ids": bool(params.allowed_token_ids),
-                "bad_words": bool(params.bad_words),
-                "min_tokens": params.min_tokens > 0,
-                "thinking_token_budget": params.thinking_token_budget is not None,
-            }.items()
-            if present
-        ]
-    return reasons
+    wanted = (params.logprobs, params.logprob_token_ids or None, params.prompt_logprobs)
+    asked = Request(logprobs_mode, logprobs=any(value is not None for value in wanted))
+    known, unknown = [], []
+    for row in _request_rows(type(params)):
+        if (refusal := row.refusal(getattr(params, row.field), asked)) is not None:
+            (known if row.field in REQUEST.restricted else unknown).append(refusal)
+    if unknown:
+        return f"SamplingParams: {'; '.join(unknown)}"
+    if known:
+        return (
+            f"logprobs: must not be requested together with {', '.join(known)}, because training recomputes logprobs "
+            "from the tokens alone"
+        )
+    return None
+
+
+@functools.cache
+def _request_rows(params: type) -> tuple[Row, ...]:
+    fields = {field.name: field for field in msgspec.structs.fields(params)}
+    return REQUEST.rows_for(fields, lambda name: _struct_default(fields[name]))
+
+
+def _struct_default(field: msgspec.structs.FieldInfo) -> Any:
+    """Return the default of a msgspec field."""
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return REQUIRED if field.default is msgspec.NODEFAULT else field.default
 
 
 def refuse_model(model: torch.nn.Module, aligned: tuple[type, ...]) -> dict[str, int]:

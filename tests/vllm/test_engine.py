@@ -331,6 +331,18 @@ def test_processed_logprobs_reject_params_that_change_the_distribution(processed
         processed(with_params, params)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"prompt_logprob_token_ids": [[1, 2]] * 3}, {"prompt_logprob_start": 1}, {"trace_decode_token_ids": [1, 2]}],
+    ids=lambda p: next(iter(p)),
+)
+def test_unknown_fields_of_a_request_are_rejected(engine, params):
+    """With and without logprobs: an unknown field may ask for logprobs itself."""
+    for logprobs in (0, None):
+        with pytest.raises(UnsupportedError, match=f"^SamplingParams: {next(iter(params))}.*: must be None, got"):
+            engine(with_params, params | {"logprobs": logprobs})
+
+
 def test_requests_without_logprobs_accept_these_params(processed):
     tokens, _ = processed(no_logprobs)
     assert len(tokens) == 12
