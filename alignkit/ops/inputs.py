@@ -30,15 +30,34 @@ class Inputs:
         """Return multiples of `scale`, -100 to 100 times; exact in bf16 if `scale` is a power of two."""
         return ((self.integers(*shape, seed=seed, below=201) - 100).double() * scale).to(dtype or self.dtype)
 
+    def rough(
+        self, *shape: int, seed: int, low: int = -8, high: int = 0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return fp32 or bf16 values in which all bits of the significand are random, so that their sums round.
+
+        Signs are random, exponents random in [low, high]; below -126 the values are subnormal. The values are built
+        from bits, because the caller's floating-point mode may flush subnormal numbers.
+        """
+        bits = self.integers(*shape, seed=seed, below=1 << 24)
+        exponent = (127 + low + self.integers(*shape, seed=seed + 1000, below=high - low + 1)).clamp(min=0)
+        bits = (bits >> 23) * -(1 << 31) + (exponent << 23) + bits % (1 << 23)
+        if (dtype or self.dtype) == torch.bfloat16:
+            return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+        return bits.to(torch.int32).view(torch.float32)
+
     def tensor(self, data: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(data, dtype=dtype, device=self.device)
 
-    def run(self, function: Callable, *leaves: torch.Tensor) -> list[torch.Tensor]:
-        """Return the outputs of `function` and the gradients of its leaves, for fixed gradients of the outputs."""
+    def run(self, function: Callable, *leaves: torch.Tensor, rough: bool = False) -> list[torch.Tensor]:
+        """Return the outputs of `function` and the gradients of its leaves, for fixed gradients of the outputs.
+
+        The gradients of the outputs are `values`, or with `rough` such values.
+        """
         leaves = tuple(t.clone().requires_grad_() for t in leaves)
         out = function(*leaves)
         out = out if isinstance(out, tuple) else (out,)
-        grads = [self.values(*o.shape, dtype=o.dtype, seed=90 + i) for i, o in enumerate(out)]
+        values = self.rough if rough else self.values
+        grads = [values(*o.shape, dtype=o.dtype, seed=90 + i) for i, o in enumerate(out)]
         torch.autograd.backward(out, grads)
         return [*(o.detach() for o in out), *(cast(torch.Tensor, t.grad) for t in leaves)]
 

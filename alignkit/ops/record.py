@@ -44,6 +44,8 @@ class Golden:
     function: Callable[[Inputs], list[torch.Tensor]]
     slow: bool = False
     """True if the reference backend needs minutes; another case then covers the same arithmetic."""
+    modelled: bool = False
+    """True if linear/model.py computes the case's golden bits of the sm90 family, for which no GPU is needed."""
 
 
 @dataclass(frozen=True)

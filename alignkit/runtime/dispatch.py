@@ -8,10 +8,11 @@ that are not validated, the golden bits are tested first (validated.py). `alignk
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 from ..config import Config, config
 from ..errors import BackendError, InputError
-from . import cuda, families, native, validated
+from . import cuda, families, native, prover, validated
 from .families import Family
 from .operands import MAX_CACHED
 
@@ -67,6 +68,10 @@ The names are arguments of `alignkit explain`.
 """
 _orders: dict[str, tuple[Kernel, ...]] = {}
 """Kernels of each operation, fastest first."""
+_launch_caches: dict[int, dict[Any, Callable]] = {}
+"""Caches that `prepare` has filled, by id."""
+_forced: tuple[str, Kernel] | None = None
+"""Operation and kernel of `forced`."""
 _choice: str | None = None
 """Requested backend, one of CHOICES; None until ALIGNKIT_BACKEND is read."""
 _backends: dict[tuple[torch.device, str], str] = {}
@@ -179,7 +184,49 @@ def kernels(op: str, backend: str) -> tuple[Kernel, ...]:
     """Return the kernels of `op` of `backend` and of the slower backends of its family, fastest first."""
     family = families.of_backend(backend)
     admitted = family.backends[family.backends.index(backend) :]
-    return tuple(kernel for kernel in order(op) if kernel.backend in admitted)
+    found = tuple(
+        kernel
+        for kernel in order(op)
+        if kernel.backend in admitted and not prover.is_passed_over(op, kernel.name, kernel.backend)
+    )
+    if _forced is None or _forced[1].backend not in admitted:
+        return found
+    return (_forced[1], found[-1]) if op == _forced[0] else found[-1:]
+
+
+@contextlib.contextmanager
+def forced(op: str, kernel: Kernel) -> Iterator[list[Any]]:
+    """Select `kernel` for the problems of `op` that it accepts, and the last kernel of every order for all others.
+
+    Other device families are not affected. Yields a list with an entry for each time the kernel was selected.
+    """
+    global _forced
+    used: list[Any] = []
+
+    def load():
+        used.append(None)
+        return kernel.load()
+
+    def prepare(problem):
+        assert kernel.prepare is not None, kernel.name
+        launch = kernel.prepare(problem)
+        used.extend([problem] * (launch is not None))
+        return launch
+
+    _forget_choices()
+    _forced = op, dataclasses.replace(kernel, load=load, prepare=kernel.prepare and prepare)
+    try:
+        yield used
+    finally:
+        _forced = None
+        _forget_choices()
+
+
+def _forget_choices() -> None:
+    choose.cache_clear()
+    static_kernel.cache_clear()
+    for cache in _launch_caches.values():
+        cache.clear()
 
 
 @functools.lru_cache(MAX_CACHED)
@@ -214,6 +261,7 @@ def prepare(op: str, problem: Any, cache: dict[Any, Callable]) -> Callable:
                     if len(cache) >= MAX_CACHED:
                         cache.clear()
                     cache[problem] = launch
+                    _launch_caches[id(cache)] = cache
                 return launch
             first = False
     raise BackendError(

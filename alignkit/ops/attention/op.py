@@ -82,6 +82,27 @@ def long_attention(given: Inputs) -> list[torch.Tensor]:
     return [*given.run(lambda q, k, v: packed_attention(q, k, v, starts), q, k, v), chunk, decode]
 
 
+def rounding_attention(given: Inputs) -> list[torch.Tensor]:
+    """Compute attention whose sums round, over several leaves; some values are subnormal, some levels rise."""
+    family = of_type(given.device)
+    assert family is not None
+    lens = (33, 2 * family.kv_leaf + 70)
+    starts = given.tensor([0, *np.cumsum(lens).tolist()])
+    q, k, v = (given.rough(sum(lens), heads, 64, seed=seed, low=-5) for seed, heads in enumerate((2, 1, 1), 1))
+    q[100:110] = given.rough(10, 2, 64, seed=4, low=2, high=5)
+    v[..., :3] = given.rough(sum(lens), 1, 3, seed=5, low=-140, high=-120)
+    pages = -(-lens[-1] // 16)
+    cache = [given.rough(pages, 16, 1, 64, seed=seed, low=-5) for seed in (6, 7)]
+    paged = paged_attention(
+        q[-7:],
+        *cache,
+        given.tensor(list(range(pages)))[None].int(),
+        given.tensor([0, 7], torch.int32),
+        given.tensor([lens[-1]], torch.int32),
+    )
+    return [*given.run(lambda q, k, v: packed_attention(q, k, v, starts), q, k, v, rough=True), paged]
+
+
 def _sequences(normal: Normal) -> str | None:
     """Return the first difference of a sequence between batches, orders, padding and paging."""
     device = normal.device
@@ -166,6 +187,6 @@ OP = Op(
         "attention_backward": _described(paged=False),
         "paged_attention": _described(paged=True),
     },
-    golden=(Golden(attention), Golden(long_attention, slow=True)),
+    golden=(Golden(attention), Golden(long_attention, slow=True), Golden(rounding_attention, slow=True)),
     self_test=_self_test,
 )

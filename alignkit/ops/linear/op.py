@@ -101,6 +101,28 @@ def linears(given: Inputs) -> list[torch.Tensor]:
     return given.run(linear, x, w, b) + given.run(row_parallel_linear, x, w, b)
 
 
+def rounding_linears(given: Inputs) -> list[torch.Tensor]:
+    """Compute linear layers whose sums round.
+
+    For every other output, the products over k come in pairs of opposite sign. The exact sum is 0, so the result
+    consists of rounding errors alone, and any other order shows, in bf16 too.
+    """
+    x, w = given.rough(70, 384, seed=1), given.rough(200, 384, seed=2)
+    order = (torch.arange(384, device=given.device) * 5 + 3) % 384  # a permutation
+    first, second = order.chunk(2)
+    x[:, second] = x[:, first]
+    w[::2, second] = -w[::2, first]
+    b = given.rough(200, seed=3, low=-30, high=-20)
+    return given.run(linear, x, w, b, rough=True) + given.run(row_parallel_linear, x, w, b, rough=True)
+
+
+def subnormal_linears(given: Inputs) -> list[torch.Tensor]:
+    """Compute linear layers whose operands, products or sums are subnormal."""
+    x, w = given.rough(20, 64, seed=1, low=-80, high=-60), given.rough(40, 64, seed=2, low=-80, high=-60)
+    tiny, ones = given.rough(20, 64, seed=3, low=-134, high=-124), given.rough(40, 64, seed=4)
+    return given.run(row_parallel_linear, x, w, rough=True) + given.run(linear, tiny, ones, rough=True)
+
+
 def _self_test(normal):
     x, weight, bias = normal(0, ROWS, WIDTH), normal(2, 96, WIDTH), normal(3, 96)
     yield Rows("linear", lambda x: linear(x, weight, bias), [x])
@@ -149,6 +171,6 @@ OP = Op(
         # T(x + y), opaque because a compiler could fuse the sum and round later.
         Custom("add(Tensor x, Tensor y) -> Tensor", _add, fake_like),
     ),
-    golden=(Golden(linears),),
+    golden=(Golden(linears, modelled=True), Golden(rounding_linears, modelled=True), Golden(subnormal_linears)),
     self_test=_self_test,
 )

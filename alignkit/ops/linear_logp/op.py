@@ -69,6 +69,24 @@ def head(given: Inputs) -> list[torch.Tensor]:
     )
 
 
+def rounding_head(given: Inputs) -> list[torch.Tensor]:
+    """Compute the head where chains, gradients and logits round; some rows have distant logits."""
+    h, w, b = given.rough(60, 64, seed=1, low=-4), given.rough(300, 64, seed=2, low=-4), given.rough(300, seed=3)
+    h[:20] = given.rough(20, 64, seed=4, high=3)
+    target = given.integers(60, seed=5, below=290)
+    target[::7] = -100
+    kwargs = {"temperature": 0.7, "vocab_size": 290, "return_entropy": True}
+    logits = head_logits(h, w, b)
+    capped = given.run(
+        lambda h, w, b: linear_logp(h, w, target, bias=b, soft_cap=8.0, logit_scale=0.3, **kwargs),
+        *(h, w, b),
+        rough=True,
+    )
+    plain = given.run(lambda h, w: linear_logp(h, w, target, vocab_size=290), h, w, rough=True)
+    of_logits = given.run(lambda z: logp_from_logits(z, target, **kwargs), logits.to(given.dtype), rough=True)
+    return [*capped, *plain, *of_logits, logits, log_softmax(logits, temperature=0.7)]
+
+
 def large_head(given: Inputs) -> list[torch.Tensor]:
     """Compute a head with more rows and ids than one gradient chain covers on any device family."""
     h, w = given.values(8300, 16, seed=1, scale=2.0**-5), given.values(4300, 16, seed=2)
@@ -109,6 +127,6 @@ OP = Op(
         "head_products": (Kernel("cuda", CUDA, _cuda, rule=lambda p: _cuda().head_products_rejects(p)), *_EACH),
     },
     described={"head_statistics": _statistics, "head_gradient": _gradient, "head_products": _products},
-    golden=(Golden(head), Golden(large_head, slow=True)),
+    golden=(Golden(head), Golden(rounding_head), Golden(large_head, slow=True)),
     self_test=_self_test,
 )

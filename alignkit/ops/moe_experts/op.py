@@ -131,6 +131,25 @@ def mixtures(given: Inputs) -> list[torch.Tensor]:
     return found + given.run(sigmoid_mul, gate, x)
 
 
+def rounding_mixtures(given: Inputs) -> list[torch.Tensor]:
+    """Compute MoE routers and experts whose sums round; two experts have most rows, some have none."""
+    from .. import moe_router, sigmoid_mul  # deferred: see rope/op.py
+
+    z = given.rough(40, 12, seed=1, dtype=torch.float32, low=-3, high=1)
+    z[:, :2] += 4
+    found = []
+    for options in ({}, {"normalize": False}, {"score": "sigmoid", "scale": 2.5}):
+        found += given.run(lambda z, options=options: moe_router(z, 4, **options)[0], z, rough=True)
+    weights, ids = (t.detach() for t in moe_router(z, 4))
+    ids[ids == 7] = -1
+    x, gate_up = given.rough(40, 48, seed=3, low=-4), given.rough(12, 256, 48, seed=4, low=-4)
+    down = given.rough(12, 48, 128, seed=5, low=-4)
+    found += given.run(lambda x, w, g, d: moe_experts(x, ids, w, g, d), x, weights, gate_up, down, rough=True)
+    gate = given.rough(40, 1, seed=6, dtype=torch.float32, high=2)
+    x[:5] = given.rough(5, 48, seed=7, low=-140, high=-120)
+    return found + given.run(sigmoid_mul, gate, x, rough=True)
+
+
 def experts(normal: Normal) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights of the self-test's experts, gate_up and down."""
     return normal(15, EXPERTS, 64, WIDTH), normal(16, EXPERTS, WIDTH, 32)
@@ -183,6 +202,6 @@ OP = Op(
             fake_like,
         ),
     ),
-    golden=(Golden(mixtures),),
+    golden=(Golden(mixtures), Golden(rounding_mixtures)),
     self_test=_self_test,
 )

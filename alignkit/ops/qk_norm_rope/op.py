@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ...runtime.dispatch import one_per_backend
@@ -52,6 +54,25 @@ def normed_rotations(given: Inputs) -> list[torch.Tensor]:
     return found
 
 
+def rounding_rotations(given: Inputs) -> list[torch.Tensor]:
+    """Compute qk_norm_rope whose sums round, and its gradients."""
+    positions, found = given.integers(70, seed=1, below=500), []
+    for dim, rotary, zero_centered in ((96, 96, True), (64, 24, False)):
+        q, k, *weights = (
+            given.rough(*shape, dim, seed=seed) for seed, shape in enumerate(((70, 4), (70, 2), (), ()), 2)
+        )
+        q[:5] = given.rough(5, 4, dim, seed=6, low=-140, high=-120)
+        table = rope_table(rotary, 500, 1e6, given.device)
+        options = {"rotary_dim": rotary, "zero_centered": zero_centered}
+        function = functools.partial(_rotated, positions, table, options)
+        found += given.run(function, q, k, *weights, rough=True)
+    return found
+
+
+def _rotated(positions, table, options, q, k, *weights):
+    return qk_norm_rope(q, k, *weights, 1e-6, positions, table, **options)
+
+
 def _self_test(normal):
     table = rope_table(64, 512, 10000.0, normal.device)
     x, positions, weight = normal(0, ROWS, WIDTH), normal.integers(6, ROWS, below=512), normal(4, WIDTH)
@@ -74,6 +95,6 @@ OP = Op(
             lambda q, k, *_: (fake_like(q), fake_like(k)),
         ),
     ),
-    golden=(Golden(normed_rotations),),
+    golden=(Golden(normed_rotations), Golden(rounding_rotations)),
     self_test=_self_test,
 )

@@ -66,6 +66,15 @@ def norms(given: Inputs) -> list[torch.Tensor]:
     )
 
 
+def rounding_norms(given: Inputs) -> list[torch.Tensor]:
+    """Compute norms whose sums round; some rows are subnormal."""
+    x, r, w = given.rough(70, 200, seed=1), given.rough(70, 200, seed=3), given.rough(200, seed=2)
+    x[:5] = given.rough(5, 200, seed=4, low=-140, high=-120)
+    return given.run(lambda x, w: rms_norm(x, w, 1e-6), x, w, rough=True) + given.run(
+        lambda *t: rms_norm(*t[:2], 1e-6, t[2], zero_centered=True), x, w, r, rough=True
+    )
+
+
 def _self_test(normal):
     x, residual, weight = normal(0, ROWS, WIDTH), normal(1, ROWS, WIDTH), normal(4, WIDTH)
     yield Rows("rms_norm", lambda x: rms_norm(x, weight, 1e-6), [x])
@@ -89,6 +98,6 @@ OP = Op(
             lambda x, *_: (fake_like(x), fake_like(x)),
         ),
     ),
-    golden=(Golden(norms),),
+    golden=(Golden(norms), Golden(rounding_norms)),
     self_test=_self_test,
 )

@@ -48,6 +48,16 @@ def elementwise(given: Inputs) -> list[torch.Tensor]:
     )
 
 
+def rounding_elementwise(given: Inputs) -> list[torch.Tensor]:
+    from .. import silu_mul
+
+    x, gate = given.rough(70, 3, 64, seed=1), given.rough(70, 300, seed=2, high=3)
+    x[:5], gate[:5, :150] = given.rough(5, 3, 64, seed=3, low=-140, high=-120), given.rough(5, 150, seed=4, low=-140)
+    positions = given.integers(70, seed=5, below=500)
+    rotated = given.run(lambda x: rope(x, positions, rope_table(64, 500, 1e6, x.device)), x, rough=True)
+    return rotated + given.run(lambda g: silu_mul(g[:, :150], g[:, 150:]), gate, rough=True)
+
+
 def scaled_tables(given: Inputs) -> list[torch.Tensor]:
     llama3 = Llama3(8.0, 1.0, 4.0, 8192)
     yarns = (Yarn(4.0, 1024, 32.0, 1.0, yarn_attention_factor(4.0), truncate) for truncate in (True, False))
@@ -70,6 +80,6 @@ OP = Op(
             lambda q, k, *_: (fake_like(q), fake_like(k)),
         ),
     ),
-    golden=(Golden(elementwise), Golden(scaled_tables)),
+    golden=(Golden(elementwise), Golden(rounding_elementwise), Golden(scaled_tables)),
     self_test=_self_test,
 )
