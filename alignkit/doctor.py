@@ -23,13 +23,16 @@ from . import ops
 from .config import VARIABLES, invalid_variables, unknown
 from .dist import TP
 from .errors import BackendError
+from .ops.golden import pending
 from .ops.inputs import Normal
+from .ops.linear import matmul
+from .ops.linear.model import identify
 from .ops.moe_experts.op import experts
 from .ops.record import EXPERTS, ROWS, VOCAB, WIDTH
 from .ops.registry import RECORDS
 from .ops.self_test import difference
 from .runtime import cuda, dispatch, native, validated
-from .runtime.families import CPU, SM90, on_host
+from .runtime.families import CPU, SM90, of_type, on_host
 from .runtime.ids import contract_id
 from .runtime.machine import engine_device, installed, versions
 
@@ -101,9 +104,11 @@ def self_test() -> Iterator[tuple[str, str | None]]:
         yield "backend: available", _attempt(_require_backend)
         return
     for device in devices():
-        yield f"golden bits on {device}: equal to the contract's", _attempt(_golden, device)
+        yield f"golden bits on {device}: equal to the contract's{_without_bits(device)}", _attempt(_golden, device)
         if _backend("linear", device) == "none":
             continue
+        if not _is_host(device):
+            yield f"tensor core of {device}: sums by the contract's step", _attempt(_tensor_core, device)
         for dtype in (torch.float32, torch.bfloat16):
             short = str(dtype).removeprefix("torch.") + ("" if _is_host(device) else f" on {device}")
             for test in (test for record in RECORDS for test in record.self_test(Normal(dtype, device))):
@@ -155,6 +160,18 @@ def _backend(op: str, device: str) -> str:
 
 def _golden(device: str) -> str | None:
     return validated.test(torch.device(device), dispatch.fastest_backend(torch.device(device)))
+
+
+def _without_bits(device: str) -> str:
+    family = of_type(torch.device(device))
+    assert family is not None  # the device has a backend
+    missing = pending(family)
+    return f", except {len(missing)} cases without stored bits: {', '.join(missing)}" if missing else ""
+
+
+def _tensor_core(device: str) -> str | None:
+    found = identify(lambda a, b: matmul(a.to(device), b.to(device)).cpu())
+    return None if found == "Hopper" else f"step must be that of Hopper, got that of {found or 'no known GPU'}"
 
 
 def _gpu(device: str) -> str:

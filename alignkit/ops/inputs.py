@@ -45,18 +45,33 @@ class Inputs:
             return (bits >> 16).to(torch.int16).view(torch.bfloat16)
         return bits.to(torch.int32).view(torch.float32)
 
+    def halves(self, n: int, seed: int) -> list[torch.Tensor]:
+        """Return the indices below n in random order, in two halves."""
+        order = self.integers(n, seed=seed, below=1 << 31).argsort(stable=True)
+        return [order[: n // 2], order[n // 2 : n // 2 * 2]]
+
+    def rough_gradients(self, *shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return `rough` values of a wide range, in which two random halves of the rows have sum 0.
+
+        The exact sum over the rows is 0, so the computed one consists of rounding errors alone.
+        """
+        g = self.rough(*shape, seed=seed, low=-24, dtype=dtype)
+        first, second = self.halves(shape[0], seed)
+        g[second] = -g[first]
+        return g
+
     def tensor(self, data: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(data, dtype=dtype, device=self.device)
 
     def run(self, function: Callable, *leaves: torch.Tensor, rough: bool = False) -> list[torch.Tensor]:
         """Return the outputs of `function` and the gradients of its leaves, for fixed gradients of the outputs.
 
-        The gradients of the outputs are `values`, or with `rough` such values.
+        The gradients of the outputs are `values`, or with `rough` `rough_gradients`.
         """
         leaves = tuple(t.clone().requires_grad_() for t in leaves)
         out = function(*leaves)
         out = out if isinstance(out, tuple) else (out,)
-        values = self.rough if rough else self.values
+        values = self.rough_gradients if rough else self.values
         grads = [values(*o.shape, dtype=o.dtype, seed=90 + i) for i, o in enumerate(out)]
         torch.autograd.backward(out, grads)
         return [*(o.detach() for o in out), *(cast(torch.Tensor, t.grad) for t in leaves)]

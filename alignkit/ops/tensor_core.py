@@ -4,7 +4,7 @@ A step adds T products of ascending k and the accumulator. All are aligned to th
 fractional bits toward zero and added exactly. The sum is cut to fp32 toward zero. The exponent of a product is the sum
 of its operands' exponents. T and F depend on the GPU (MMA-Sim, arXiv 2511.10909).
 
-docs/contract.md ("On Hopper GPUs") defines sm90's chain by this step. linear/model.py computes a golden case by it, so
+docs/contract.md ("On Hopper GPUs") defines the chain by this step. linear/model.py computes a golden case by it, so
 that the golden hashes of `linear` do not come from its kernels.
 """
 
@@ -26,9 +26,9 @@ class Step(NamedTuple):
 
 
 HOPPER = Step(16, 25)
-"""contract: step of the sm90 family; the published model of wgmma and mma.sync, also on Blackwell."""
-STEPS = {"sm90": HOPPER, "sm80": Step(8, 24)}
-"""hardware: known steps by the first GPU that has them; sm86 and sm89 have that of sm80."""
+"""contract: step of Hopper GPUs; the published model of wgmma and mma.sync, also on Blackwell."""
+STEPS = {"Hopper": HOPPER, "Ampere": Step(8, 24)}
+"""hardware: known steps by the first GPU architecture that has them; Ada Lovelace has that of Ampere."""
 _ZERO = -1000
 """Exponent of 0, below those of all products, which are at least -252, even when a factor's exponent is added."""
 _MIN_EXPONENT = -126

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .. import tensor_core
+from ..inputs import Inputs
+from ..tensor_core import STEPS
 from . import cpu
 
 
@@ -26,3 +30,15 @@ def _chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     total = torch.empty(len(a), len(b), dtype=torch.float32)
     cpu.matmul(a, b, 1, None, total, False)
     return total
+
+
+def identify(chain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> str | None:
+    """Return the key of `tensor_core.STEPS` whose sums `chain` computes, or None.
+
+    Args:
+        chain: Function of bf16 a [M, K] and b [N, K] on the CPU that returns a . b^T in fp32.
+    """
+    given = Inputs("cpu", torch.bfloat16)
+    a, b = given.rough(16, 256, seed=1), given.rough(32, 256, seed=2)
+    got = chain(a, b)
+    return next((key for key, step in STEPS.items() if torch.equal(got, tensor_core.chain(a, b, step=step))), None)

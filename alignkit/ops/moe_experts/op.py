@@ -136,7 +136,7 @@ def rounding_mixtures(given: Inputs) -> list[torch.Tensor]:
     from .. import moe_router, sigmoid_mul  # deferred: see rope/op.py
 
     z = given.rough(40, 12, seed=1, dtype=torch.float32, low=-3, high=1)
-    z[:, :2] += 4
+    z[:, :2] = given.rough(40, 2, seed=2, dtype=torch.float32, low=1, high=2).abs()
     found = []
     for options in ({}, {"normalize": False}, {"score": "sigmoid", "scale": 2.5}):
         found += given.run(lambda z, options=options: moe_router(z, 4, **options)[0], z, rough=True)

@@ -51,11 +51,11 @@ def elementwise(given: Inputs) -> list[torch.Tensor]:
 def rounding_elementwise(given: Inputs) -> list[torch.Tensor]:
     from .. import silu_mul
 
-    x, gate = given.rough(70, 3, 64, seed=1), given.rough(70, 300, seed=2, high=3)
-    x[:5], gate[:5, :150] = given.rough(5, 3, 64, seed=3, low=-140, high=-120), given.rough(5, 150, seed=4, low=-140)
+    x, gate, up = given.rough(70, 3, 64, seed=1), given.rough(70, 150, seed=2, high=3), given.rough(70, 150, seed=3)
+    x[:5], gate[:5] = given.rough(5, 3, 64, seed=4, low=-140, high=-120), given.rough(5, 150, seed=6, low=-140)
     positions = given.integers(70, seed=5, below=500)
     rotated = given.run(lambda x: rope(x, positions, rope_table(64, 500, 1e6, x.device)), x, rough=True)
-    return rotated + given.run(lambda g: silu_mul(g[:, :150], g[:, 150:]), gate, rough=True)
+    return rotated + given.run(silu_mul, gate, up, rough=True)
 
 
 def scaled_tables(given: Inputs) -> list[torch.Tensor]:
