@@ -79,6 +79,11 @@ def hashes(case: str, device: torch.device | str) -> list[str]:
     ]
 
 
+def digest(computed: dict[str, list[str]]) -> str:
+    """Return the digest of the hashes of all cases, which `Family.set_digest` puts into a contract id."""
+    return hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def difference(device: torch.device, backend: str) -> str | None:
     """Return the first golden mismatch on `device`, or None; `backend` must be the selected one."""
     family = families.of_type(device)

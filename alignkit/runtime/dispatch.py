@@ -110,6 +110,7 @@ def backend_of(device: torch.device | str = "cpu") -> str:
     known = None if _choice is None else _backends.get((device, _choice))
     if known is not None:
         return known
+    device = families.indexed(device)  # the current GPU may change
     chosen = fastest_backend(device)
     if validated.require(device, chosen):
         _backends[device, choice()] = chosen
@@ -122,7 +123,8 @@ def fastest_backend(device: torch.device) -> str:
     if family.on_gpu:
         if wanted == families.CUDA:
             cuda.library()  # raises if not built
-        return families.TRITON if wanted == families.TRITON or not cuda.available() else families.CUDA
+        fastest = families.gpu(device).backends[0]
+        return families.TRITON if families.TRITON in (wanted, fastest) or not cuda.available() else fastest
     if wanted != AUTO:
         return wanted
     if native.available():
@@ -139,32 +141,28 @@ def require_family(device: torch.device) -> Family:
     family, wanted = families.of_type(device), choice()
     if family is None:
         raise BackendError(f"device: must be of type {' or '.join(families.DEVICE_TYPES)}, got {device.type!r}")
-    if wanted not in (AUTO, *family.backends):
+    backends = family.backends
+    if family.on_gpu:
+        validated.require_shown(device)
+        backends = families.gpu(device).backends
+        if importlib.util.find_spec("triton") is None:
+            version = families.SM90.validated[0]["triton"]
+            raise BackendError(f"device: CUDA tensors need triton, which is not installed. Install triton {version}")
+    if wanted not in (AUTO, *backends):
         raise BackendError(
-            f"ALIGNKIT_BACKEND: must be one of {', '.join((AUTO, *family.backends))} for "
+            f"ALIGNKIT_BACKEND: must be one of {', '.join((AUTO, *backends))} for "
             f"{family.device_type.upper()} tensors, got {wanted!r}"
         )
-    if family.on_gpu:
-        _require_capability(device, family)
     return family
-
-
-@functools.cache
-def _require_capability(device: torch.device, family: Family) -> None:
-    capability = torch.cuda.get_device_capability(device)
-    if capability != family.capability:
-        raise BackendError(
-            f"device: must have compute capability 9.0 (Hopper), got {torch.cuda.get_device_name(device)} with "
-            f"{'.'.join(map(str, capability))}"
-        )
-    if importlib.util.find_spec("triton") is None:
-        version = family.validated[0]["triton"]
-        raise BackendError(f"device: CUDA tensors need triton, which is not installed. Install triton {version}")
 
 
 def family(device: torch.device | str) -> Family:
     """Return the device family whose bits `device` computes; raise as `backend_of` does."""
-    return families.of_backend(backend_of(device))
+    device = torch.device(device)
+    backend_of(device)
+    found = families.of_type(device)
+    assert found is not None  # a device with a backend has a family
+    return found
 
 
 def register(folder: str, orders: Mapping[str, tuple[Kernel, ...]]) -> None:

@@ -83,9 +83,27 @@ def require(device: torch.device, backend: str) -> str:
     return f"{validated}; all golden bits match here with {_text(versions)}"
 
 
+def require_shown(device: torch.device) -> None:
+    """Require a GPU on which all tests passed. This function alone accepts and rejects kinds of GPUs.
+
+    `unchecked` skips it: the prover and the tests compute on GPUs that are not shown.
+
+    Raises:
+        BackendError: alignkit does not know the GPU's compute capability, or its bits were not shown there.
+    """
+    gpu = families.gpu(device)
+    if not gpu.shown and not getattr(_thread, "unchecked", False):
+        shown = ", ".join(str(known) for known in families.GPUS if known.shown)
+        raise BackendError(
+            f"device: the contract's bits were shown on GPUs of compute capability {shown} alone, got "
+            f"{torch.cuda.get_device_name(device)} with {families.capability_text(gpu.capability)}. `alignkit prove` "
+            "can prove them on this GPU, which is rejected until then"
+        )
+
+
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Skip the check of the installed versions for this thread's calls within the block."""
+    """Skip `require` and `require_shown` for this thread's calls within the block. For the prover and tests alone."""
     before, _thread.unchecked = getattr(_thread, "unchecked", False), True
     try:
         yield

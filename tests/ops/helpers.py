@@ -5,6 +5,7 @@ this folder runs in `make test` (CPU) and in `make gpu-test` (GPU), unless its `
 """
 
 import contextlib
+import functools
 import os
 from unittest import mock
 
@@ -42,6 +43,16 @@ def randn(*shape, dtype=torch.float32, scale=1.0, seed=None):
     if seed is not None:
         torch.manual_seed(seed)
     return (torch.randn(shape) * scale).to(dtype)
+
+
+def pretend_gpu(monkeypatch, capability: tuple[int, int], name: str = "a GPU") -> torch.device:
+    """Make torch report one GPU of a compute capability, and return it; nothing can be computed there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(families, "_gpu", functools.cache(families._gpu.__wrapped__))
+    monkeypatch.setattr(dispatch, "_backends", {})
+    return torch.device("cuda:0")
 
 
 @contextlib.contextmanager

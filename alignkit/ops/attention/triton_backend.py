@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from triton import JITFunction
 
+from ...runtime import families
 from ...runtime.families import SM90
 from ...runtime.launch import launch, launch_repeatable
 from .._common import require
@@ -33,8 +34,6 @@ SCHEDULES = {
 """schedule: launch options for bf16 and head_dim up to 128."""
 AHEAD = 32
 """schedule: the largest number of leaf states that a program of the merge kernel loads at a time."""
-PDL = isinstance(_decode, JITFunction)
-"""True if the decode kernels use programmatic dependent launch, which Triton's interpreter does not support."""
 
 
 def _schedule(kernel: str, q: torch.Tensor, group: int, override: dict) -> dict:
@@ -132,15 +131,18 @@ def decode(
     decode_all=False,
     programs_per_sm=PROGRAMS_PER_SM,
     programs=0,
-    pdl=PDL,
+    pdl=None,
     **schedule,
 ) -> tuple[int, Relaunch]:
     """Compute the sequences of few queries into `out`, and the rows of padding and of sequences of invalid length.
 
     Returns the query count up to which any sequence is computed here, and the relaunch. decode_all: compute all
     sequences here, in tiles of one query. `programs` (0: programs_per_sm per SM): the approximate number of programs
-    that share the leaves. pdl: use programmatic dependent launch. `schedule` overrides launch options.
+    that share the leaves. pdl: use programmatic dependent launch; None: if the GPU supports it. `schedule` overrides
+    launch options.
     """
+    if pdl is None:
+        pdl = isinstance(_decode, JITFunction) and families.gpu(q.device).pdl  # Triton's interpreter lacks it
     tokens, heads, kv = *q.shape[:2], k.shape[1]
     (seqs, width), dim, group = block_table.shape, q.shape[2], heads // kv
     require(k.shape[0] < 2**31, f"k_cache: num_blocks * block_size must be below 2^31, got {k.shape[0]}")

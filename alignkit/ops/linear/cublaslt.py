@@ -113,6 +113,8 @@ def _layout(t: Operand) -> tuple[bool, int] | None:
 
 def rejects(p: Product) -> str | None:
     """Return why cuBLASLt is not used for a GEMM, or None."""
+    if (why := p.needs_hopper()) is not None:  # elsewhere the trial was never validated
+        return why
     if p.leaves > 1:
         return f"leaves: must be 1, got {p.leaves}"
     (_, _, a_type, _), (_, _, b_type, _), (_, _, out_type, _) = p.a, p.b, p.out

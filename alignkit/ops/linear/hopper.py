@@ -424,6 +424,8 @@ def _block(dtype: torch.dtype, *shape: int) -> tuple[list[int], gl.NVMMASharedLa
 
 def rejects(p: Product) -> str | None:
     """Return why this kernel is not used for a GEMM, or None."""
+    if (why := p.needs_hopper()) is not None:
+        return why
     least = SMALL_M if p.leaves == 1 else ROWS.value
     if p.m <= least:
         return f"rows: must be at least {least + 1}, got {p.m}"

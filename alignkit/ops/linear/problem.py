@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...runtime.families import SM90
+from ...runtime import families
+from ...runtime.families import HOPPER, SM90, Gpu
 from ...runtime.operands import Operand, operand
 
 
@@ -70,6 +71,15 @@ class Product(NamedTuple):  # created and hashed in every call: tuples do both i
     @property
     def bias_is_dense(self) -> bool:
         return self.bias is None or self.bias[0][0] <= 1 or self.bias[1] == (1,)
+
+    @property
+    def gpu(self) -> Gpu:
+        """The kind of GPU."""
+        return HOPPER if self.device is None else families.gpu(self.device)
+
+    def needs_hopper(self) -> str | None:
+        """Return why a kernel for Hopper GPUs cannot compute the GEMM, or None if it can."""
+        return None if self.gpu.hopper else f"device: must have compute capability {HOPPER}, got {self.gpu}"
 
     @property
     def sm_count(self) -> int:

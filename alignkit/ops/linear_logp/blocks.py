@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from ...contract import VOCAB_TILE
-from ...runtime.families import CPU, SM90
+from ...runtime.families import CPU, GPU_FAMILIES, SM90
 
-WORKSPACE = {CPU: 1 << 23, SM90: SM90.sm_count << 20}
+WORKSPACE = {CPU: 1 << 23} | dict.fromkeys(GPU_FAMILIES, SM90.sm_count << 20)
 """schedule: default limit, in bytes, of the logits alive at a time and of their gradients, by device family."""
-PART_ROWS = {CPU: None, SM90: 4096}
+PART_ROWS = {CPU: None} | dict.fromkeys(GPU_FAMILIES, 4096)
 """schedule: rows of logits computed at a time, so that they are still cached when they are read."""
 EVEN = SM90.sm_count // 2 * VOCAB_TILE
 """schedule: a multiple of 256 ids that fills all SMs evenly; block widths are multiples of EVEN if possible."""
