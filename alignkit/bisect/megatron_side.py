@@ -208,7 +208,7 @@ def swap(model, op: str) -> None:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import attention
 
-    from alignkit.megatron import modules, supported
+    from alignkit.megatron import modules, state, supported
 
     replaced = 0
     for module in list(model.modules()):
@@ -228,9 +228,10 @@ def swap(model, op: str) -> None:
             replaced += 1
     if op == "rope" and replaced:
         base, scaling = supported.check_rotary(model)
-        modules.rotations[model.rotary_pos_emb] = modules.Rotations(
-            base, supported.rotary_dim(model), next(model.parameters()).device, scaling
-        )
+        record = state.of_model(model)
+        device = next(model.parameters()).device
+        record.rotations = modules.Rotations(base, supported.rotary_dim(model), device, scaling)
+        state.register([model.rotary_pos_emb], record)
         attention.apply_rotary_pos_emb = modules.apply_rotary_pos_emb
     if not replaced:
         raise UnsupportedError(

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from . import modules as aligned
+from . import state
 from .models import pattern
 
 _FIELDS = (
@@ -58,10 +58,10 @@ restricts to their defaults need no comparison.
 
 def settings(model) -> dict[str, str]:
     """Return the settings of a checked model that must be the same on every rank, by the names for errors."""
-    config = model.config
+    config, rotations = model.config, state.of_model(model).rotations
     return {
-        "rotary_base": repr(aligned.rotations[model.rotary_pos_emb].base),
-        "kv_channels * rotary_percent": repr(aligned.rotations[model.rotary_pos_emb].rotary_dim),
+        "rotary_base": repr(rotations.base),
+        "kv_channels * rotary_percent": repr(rotations.rotary_dim),
         "hybrid_layer_pattern": repr(pattern(model)),
         "padded vocab_size": repr(model.vocab_size),
         "share_embeddings_and_output_weights": repr(bool(model.share_embeddings_and_output_weights)),

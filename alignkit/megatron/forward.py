@@ -16,7 +16,7 @@ from alignkit.dist import TP, check_same_across
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.runtime import dispatch
 
-from . import calls, fingerprint, head, hooks, models, modules, supported
+from . import calls, fingerprint, head, hooks, models, modules, state, supported
 from .snapshot import device_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def init_hybrid(patch: Patch, stock):
             raise UnsupportedError(why)
         stock(model, *args, **kwargs)
         patch.models.patch_model(model)
-        base, derived = given.arguments["rotary_base"], modules.rotations[model.rotary_pos_emb].base
+        base, derived = given.arguments["rotary_base"], state.of_model(model).rotations.base
         if base != derived:
             raise UnsupportedError(
                 "rotary_base: must have at most six significant digits with HybridModel, because alignkit derives it "
@@ -65,16 +65,15 @@ def init_hybrid(patch: Patch, stock):
 
 def _begin(patch: Patch, model, call: dict[str, Any]) -> None:
     """Check the model and its inputs on all ranks together, before the forward computes anything."""
-    name = type(model).__name__
-
+    name, record = type(model).__name__, state.of_model(model)
     model_facts: dict = {}
 
     def checks() -> dict:
-        hooks.check_hooks()
+        hooks.check_hooks(record)
         model_facts.update(patch.models.patch_model(model, for_forward=True) | _patch_facts(patch, model))
         return model_facts | calls.check_input(model, patch.models.vocabulary_of(model), **call)
 
-    patch.checked_models.add(model)
+    record.checked = True
     tp, cp = modules.parallel_groups(model)
     experts = modules.expert_ranks(model)
     check_same_across([tp, cp], name, checks, outer=experts, shared=model_facts)
@@ -85,16 +84,17 @@ def _begin(patch: Patch, model, call: dict[str, Any]) -> None:
             return {}
 
         check_same_across([cp], name, same_values, outer=experts)
-    modules.checked_packed_seq_params[model.decoder] = call.get("packed_seq_params")
+    record.packed_seq_params = (call.get("packed_seq_params"),)
 
 
 def _end(patch: Patch, model, hidden_states, call: dict[str, Any], stock: Callable[[], Any]) -> Any:
     """Return a forward's result for the decoder's hidden states. stock: computes Megatron's result without labels."""
-    labels, hook, requested = call.get("labels"), call.get("output_processor"), head.request.get()
+    record = state.of_model(model)
+    labels, hook, requested = call.get("labels"), call.get("output_processor"), record.request
     context = call.get("output_processor_context") if hook is not None else requested
 
     def checks() -> dict:
-        hooks.check_hooks()
+        hooks.check_hooks(record)
         if hook is not None and hook is not head.output_processor:
             raise UnsupportedError(f"output_processor: must be alignkit.megatron.output_processor, got {hook!r:.200}")
         if not model.post_process:
@@ -129,7 +129,7 @@ def _end(patch: Patch, model, hidden_states, call: dict[str, Any], stock: Callab
             context=context,
         )
         result = result if hook is not None or requested is not None else -result.log_probs
-    hooks.check_hooks()  # hooks of the output layer; no collective follows, so this rank may fail alone
+    hooks.check_hooks(record)  # hooks of the output layer; no collective follows, so this rank may fail alone
     return result
 
 
@@ -270,9 +270,11 @@ def guard_call(patch: Patch, base):
     def call(model, *args, **kwargs):
         if not isinstance(model, models.MODELS):
             raise UnsupportedError(f"model: must be one of {models.NAMES}, got a {type(model).__name__}")
+        record = state.of_model(model)
 
         def checks() -> None:
             patch.check_in_force(but=BUILDING)
+            state.register([model], record)
             hooks.watch_hooks("", model)
             hooks.watch_global_hooks()
             if kwargs.get("extra_block_kwargs"):
@@ -280,12 +282,12 @@ def guard_call(patch: Patch, base):
                     f"extra_block_kwargs: must be None or empty, got {kwargs['extra_block_kwargs']!r:.200}"
                 )
 
-        patch.checked_models.discard(model)
+        record.checked = False
         try:
             checks()
             result = super(base, model).__call__(*args, **kwargs)
         except Exception as e:
-            if model not in patch.checked_models:  # the other ranks wait in the collective check of `_begin`
+            if not record.checked:  # the other ranks wait in the collective check of `_begin`
                 check_same_across(
                     modules.parallel_groups(model),
                     type(model).__name__,
@@ -293,7 +295,7 @@ def guard_call(patch: Patch, base):
                     outer=modules.expert_ranks(model),
                 )
             raise
-        hooks.check_hooks()  # hooks of the model itself
+        hooks.check_hooks(record)  # hooks of the model itself
         return result
 
     return call

@@ -5,7 +5,6 @@ Public: `logprobs`, `output_processor`, `LogProbs` and `LogProbsRequest` are doc
 
 from __future__ import annotations
 
-import contextvars
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from alignkit import ops
 from alignkit.dist import TP
 from alignkit.errors import AlignkitError, InputError, UnsupportedError
 
-from . import calls, modules
+from . import calls, models, modules, state
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,6 @@ class LogProbs:
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
-
-
-request: contextvars.ContextVar[LogProbsRequest | None] = contextvars.ContextVar("request", default=None)
-"""Request of `logprobs` for the forward it runs, on versions without `output_processor`."""
 
 
 def logprobs(
@@ -98,11 +93,12 @@ def logprobs(
             output_processor=output_processor,
             output_processor_context=requested,
         )
-    token = request.set(requested)
+    record = state.of_model(models.contained(model)[0])
+    record.request = requested
     try:
         return model(tokens, position_ids, attention_mask, **arguments)
     finally:
-        request.reset(token)
+        record.request = None
 
 
 def output_processor(
@@ -159,13 +155,13 @@ def label_logprobs(
     """Return `LogProbs` of labels ``[b, s]`` from hidden ``[s, b, h]`` (sequence-parallel: ``[s / tp, b, h]``)."""
     from . import patch
 
-    vocab_size = modules.vocabulary.get(output_layer) if isinstance(output_layer, modules.OutputLayer) else None
-    if vocab_size is None:
+    record = state.of(output_layer) if isinstance(output_layer, modules.OutputLayer) else None
+    if record is None or record.vocab_size is None:
         raise UnsupportedError(
             "output_layer: must be the output layer of a model whose forward() has begun since patch_megatron, got "
             f"another {type(output_layer).__name__}"
         )
-    tp = TP(output_layer.tp_group)
+    vocab_size, tp = record.vocab_size, TP(output_layer.tp_group)
     s, b = hidden.shape[0] * (tp.size if output_layer.sequence_parallel else 1), hidden.shape[1]
     calls.check_labels(vocab_size, (b, s), hidden.device, labels, requested)
     temperature = requested.temperature
@@ -208,7 +204,13 @@ class VocabParallelCrossEntropy:
 
         Raises UnsupportedError if such models have different sizes, and InputError if no size is known.
         """
-        sizes = {size for layer, size in modules.vocabulary.items() if layer.output_size_per_partition == columns}
+        sizes = {
+            record.vocab_size
+            for record in state.records
+            if record.vocab_size is not None
+            and record.output_layer is not None
+            and record.output_layer.output_size_per_partition == columns
+        }
         if not sizes and self.vocab_size is not None:
             sizes = {self.vocab_size}
         if len(sizes) > 1:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,20 +15,15 @@ from torch.nn.modules import module as torch_module
 from alignkit.engines.patch import described
 from alignkit.errors import UnsupportedError
 
+from . import state
 from .methods import is_megatron_function
-
-patched_modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Modules of the models that the active patch has patched, and of their copies."""
-
-_changes: list[str] = []
-"""Changes by hooks since the last `check_hooks`."""
 
 
 class WatchedHook:
     """Wrapper of a forward hook or pre-hook that records whether the hook changes the module's input or output.
 
     A value that the hook returns is discarded and the forward continues, because a rank that stopped here would leave
-    the others waiting. `check_hooks` raises the error later, in a collective check. For a module that is not patched,
+    the others waiting. `check_hooks` raises the error later, in a collective check. For a module of no patched model,
     such as a copy that outlived the patch, the wrapper only calls the hook.
     """
 
@@ -39,18 +33,22 @@ class WatchedHook:
         self.hook, self.label, self.pre = hook, label, pre
 
     def __call__(self, module, *args):
-        if module not in patched_modules:
+        if not (records := state.all_of(module)):
             return self.hook(module, *args)
         tensors = [t for t in _leaves(args) if isinstance(t, torch.Tensor) and not t.is_inference()]
         versions = [t._version for t in tensors]
         result = self.hook(module, *args)
+        change = None
         if [t._version for t in tensors] != versions:
-            _changes.append(f"{self.label} wrote to the module's input or output")
+            change = f"{self.label} wrote to the module's input or output"
         elif result is not None:
             if self.pre and len(args) == 1 and not isinstance(result, tuple):
                 result = (result,)  # torch also wraps the result of a hook without keywords
             if not _same(result, args[-1] if not self.pre else args[0] if len(args) == 1 else args):
-                _changes.append(f"{self.label} returned another {'input' if self.pre else 'output'} than the module's")
+                change = f"{self.label} returned another {'input' if self.pre else 'output'} than the module's"
+        if change is not None:
+            for record in records:
+                record.changes.append(change)
         return None
 
 
@@ -91,11 +89,11 @@ def _is_megatron_hook(hook: Any) -> bool:
     return isinstance(function, types.FunctionType) and is_megatron_function(function)
 
 
-def check_hooks() -> None:
-    """Raise UnsupportedError if hooks have changed an input or output since the last call."""
-    if _changes:
-        changes = "; ".join(dict.fromkeys(_changes))
-        _changes.clear()
+def check_hooks(record: state.State) -> None:
+    """Raise UnsupportedError if hooks have changed an input or output of the model's modules since the last call."""
+    if record.changes:
+        changes = "; ".join(dict.fromkeys(record.changes))
+        record.changes.clear()
         raise UnsupportedError(
             f"{changes}. Forward hooks must neither change nor replace an input or output. Return None, or remove the "
             "hook"
@@ -105,13 +103,12 @@ def check_hooks() -> None:
 def unwatch_hooks() -> None:
     """Restore all wrapped hooks."""
     registries = [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
-    for module in patched_modules:
+    for module in state.registered():
         registries += [module._forward_pre_hooks, module._forward_hooks]
     for hooks in registries:
         for key, hook in list(hooks.items()):
             if type(hook) is WatchedHook:
                 hooks[key] = hook.hook
-    _changes.clear()
 
 
 def _same(new: Any, old: Any) -> bool:

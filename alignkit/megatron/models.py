@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
+from alignkit.errors import InputError
+
 hybrid_block: Any
 hybrid_model: Any
 try:
@@ -31,6 +33,14 @@ _UNSUPPORTED_LAYERS = {
     "E": "mixture of experts (MoE)",
     "/": "multi-token prediction (MTP)",
 }
+
+
+def contained(model: torch.nn.Module) -> list[Any]:
+    """Return the supported models in `model`, itself included. Raises InputError if there is none."""
+    found = [module for module in model.modules() if isinstance(module, MODELS)]
+    if not found:
+        raise InputError(f"model: must be or contain one of {NAMES}, got a {type(model).__name__}")
+    return found
 
 
 def pattern(model: torch.nn.Module) -> str | None:

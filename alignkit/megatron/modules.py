@@ -1,16 +1,15 @@
 """Megatron-core's modules with their arithmetic replaced by alignkit's ops.
 
 Each class replaces the class of an existing module (`module.__class__`), so parameters, hooks, checkpoints and
-`isinstance` are unaffected. Modules get no attributes, except `snapshot.SNAPSHOT`; additional state is in the weak
-dictionaries below, keyed by module. Class names are Megatron's on purpose: weight converters distinguish column- and
-row-parallel layers by class name. The class attribute `op` names the op that the module runs through.
+`isinstance` are unaffected. Modules get no attributes: `state` has the record of their model. Class names are
+Megatron's on purpose: weight converters distinguish column- and row-parallel layers by class name. The class attribute
+`op` names the op that the module runs through.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +29,8 @@ from alignkit.dist import CP, TP, check_same_across
 from alignkit.errors import UnsupportedError
 
 from . import calls, hooks, moe
+from . import state as states
 from .models import hybrid_block
-from .snapshot import SNAPSHOT
-
-vocabulary: weakref.WeakKeyDictionary[OutputLayer, int] = weakref.WeakKeyDictionary()
-"""Output layer -> vocabulary size without padding, which Megatron does not store."""
-
-VOCAB_SIZE = "alignkit_vocab_size"
-"""Attribute in which `set_vocab_size` stores the size, in a model and thus its copies."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +49,6 @@ class Rotations:
         """
         rows = 1 << max(int(max_seq_len) - 1, 0).bit_length()
         return ops.rope_table(self.rotary_dim, rows, self.base, self.device, self.scaling)
-
-
-rotations: weakref.WeakKeyDictionary[torch.nn.Module, Rotations] = weakref.WeakKeyDictionary()
-"""Rotary embedding -> parameters of its table."""
-
-checked_packed_seq_params: weakref.WeakKeyDictionary[DecoderBlock, Any] = weakref.WeakKeyDictionary()
-"""Decoder block -> checked packed_seq_params, for models whose checks of the current forward have passed."""
-
-fused_rope_inputs: weakref.WeakKeyDictionary[SelfAttention, Any] = weakref.WeakKeyDictionary()
-"""Attention module -> (rope table, packed_seq_params), while its norms and RoPE run in one op."""
-
-bypassed_norms: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Norms that currently return their input, because `ops.qk_norm_rope` applies them."""
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):
@@ -129,8 +109,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
     op = "rms_norm"
 
-    def forward(self, x):
-        return x if self in bypassed_norms else ops.rms_norm(x, self.weight, self.eps)
+    def forward(self, x, weight_only: bool = False):
+        """Return the norm of x, or only the weight, which is read in a module call so that pre-hooks run first."""
+        return self.weight if weight_only else ops.rms_norm(x, self.weight, self.eps)
 
     @classmethod
     def build(cls, config, hidden_size, eps=1e-5, **_) -> RMSNorm:
@@ -162,7 +143,7 @@ class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
     op = "rope_table"
 
     def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
-        return _table(self, max_seq_len, offset)
+        return _rotations(self, offset).table(max_seq_len)
 
 
 class YarnRotaryEmbedding(yarn_rotary_pos_embedding.YarnRotaryEmbedding):
@@ -171,17 +152,19 @@ class YarnRotaryEmbedding(yarn_rotary_pos_embedding.YarnRotaryEmbedding):
     op = "rope_table"
 
     def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
-        return _table(self, max_seq_len, offset), rotations[self].scaling.attention_factor
+        rotations = _rotations(self, offset)
+        return rotations.table(max_seq_len), rotations.scaling.attention_factor
 
 
-def _table(rotary: torch.nn.Module, max_seq_len: int, offset: int) -> torch.Tensor:
+def _rotations(rotary: torch.nn.Module, offset: int) -> Any:
     if offset:
         raise UnsupportedError(f"offset: must be 0, because rotary positions start at 0, got {offset}")
-    if rotary not in rotations:
+    record = states.of(rotary)
+    if record is None or record.rotations is None:
         raise UnsupportedError(
             f"{type(rotary).__name__}: must be called inside the forward() of a model that patch_megatron has patched"
         )
-    return rotations[rotary].table(max_seq_len)
+    return record.rotations
 
 
 def attention_factor(config) -> float:
@@ -226,60 +209,69 @@ def _positions(t: torch.Tensor, cu_seqlens: torch.Tensor | None, config, cp_grou
 
 
 class SelfAttention(attention.SelfAttention):
-    """Stock attention that applies query/key norms and RoPE in one op, ``ops.qk_norm_rope``.
+    """Attention layer that applies query/key norms and RoPE in one op, ``ops.qk_norm_rope``.
 
-    The stock code still calls the norms, which then return their input, and gets no rotary embedding. The op runs
-    between these two steps. Without query/key norms, with YaRN, or if a hook observes a norm's output, ``ops.rms_norm``
-    and ``ops.rope`` run in the stock places, with the same bits.
+    Replaces Megatron's forward as a whole, for the settings that `policy` allows. Without query/key norms, or if a hook
+    observes a norm's output, ``ops.rms_norm`` and ``ops.rope`` run one after the other, with the same bits.
     """
 
     op = "qk_norm_rope, rope"
 
-    def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, packed_seq_params=None, **kwargs):
-        if self._can_fuse_norm_rope(rotary_pos_emb):
-            fused_rope_inputs[self] = rotary_pos_emb, packed_seq_params
-            rotary_pos_emb = None
-        try:
-            return super().forward(
-                hidden_states,
-                attention_mask,
-                *args,
-                rotary_pos_emb=rotary_pos_emb,
-                packed_seq_params=packed_seq_params,
-                **kwargs,
-            )
-        finally:
-            fused_rope_inputs.pop(self, None)
-
-    def get_query_key_value_tensors(self, *args, **kwargs):
-        if self not in fused_rope_inputs:
-            return super().get_query_key_value_tensors(*args, **kwargs)
-        (table, packed), norms = fused_rope_inputs.pop(self), (self.q_layernorm, self.k_layernorm)
-        bypassed_norms.update(norms)
-        try:
-            query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
-        finally:
-            bypassed_norms.difference_update(norms)
-        starts = None if packed is None else calls.packed_cu_seqlens(packed)
-        rotated = ops.qk_norm_rope(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            *(norm.weight for norm in norms),
-            norms[0].eps,
-            _positions(query, starts, self.config, self.pg_collection.cp),
-            table,
-            rotary_dim=table.shape[1],
+    def forward(self, hidden_states, attention_mask, *, rotary_pos_emb=None, packed_seq_params=None, **unsupported):
+        for name, value in unsupported.items():
+            if value is not None:
+                raise UnsupportedError(
+                    f"{name}: must be None, because aligned attention does not support it, got a {type(value).__name__}"
+                )
+        query, key, value = self._projected(hidden_states)
+        starts = None if packed_seq_params is None else calls.packed_cu_seqlens(packed_seq_params)
+        query, key = self._rotated(query, key, rotary_pos_emb, starts)
+        if packed_seq_params is not None:
+            query, key, value = (t.squeeze(1) for t in (query, key, value))
+        attend = self.core_attention
+        if self.checkpoint_core_attention and self.training:
+            attend = self._checkpointed_attention_forward
+        out = attend(
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type=self.attn_mask_type,
+            attention_bias=None,
+            packed_seq_params=packed_seq_params,
         )
-        return *(new.view(old.shape) for new, old in zip(rotated, (query, key), strict=True)), *rest
+        return self.linear_proj(out if packed_seq_params is None else out.reshape(len(out), 1, -1))
 
-    def _can_fuse_norm_rope(self, rotary_pos_emb) -> bool:
+    def _projected(self, hidden_states):
+        """Return queries ``[s, b, heads, d]``, keys and values ``[s, b, kv_heads, d]``: q, k, v of each KV head."""
+        qkv, _ = self.linear_qkv(hidden_states)
+        d, kv_heads = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        heads = self.num_attention_heads_per_partition // kv_heads
+        query, key, value = qkv.view(*qkv.shape[:2], kv_heads, -1).split((heads * d, d, d), dim=-1)
+        return query.reshape(*qkv.shape[:2], -1, d), key, value
+
+    def _rotated(self, query, key, table, cu_seqlens):
+        """Return queries and keys, normed if the layer has norms, and rotated by the `table` of the model."""
+        if not isinstance(table, torch.Tensor) or table.dim() != 2:
+            raise UnsupportedError(
+                "rotary_pos_emb: must be the table [positions, rotary_dim] that rotary_pos_emb of a patched model "
+                f"returns, got {f'shape {tuple(table.shape)}' if isinstance(table, torch.Tensor) else type(table)}"
+            )
+        both, norms = (query, key), (self.q_layernorm, self.k_layernorm)
+        positions = _positions(query, cu_seqlens, self.config, self.pg_collection.cp)
+        if self._can_fuse_norms():
+            flat = (t.flatten(0, 1) for t in both)
+            weights = (norm(t, weight_only=True) for norm, t in zip(norms, both, strict=True))
+            done = ops.qk_norm_rope(*flat, *weights, norms[0].eps, positions, table, rotary_dim=table.shape[1])
+        else:
+            normed = (t if norm is None else norm(t) for norm, t in zip(norms, both, strict=True))
+            done = (ops.rope(t.flatten(0, 1), positions, table, rotary_dim=table.shape[1]) for t in normed)
+        return (new.view(old.shape) for new, old in zip(done, both, strict=True))
+
+    def _can_fuse_norms(self) -> bool:
         norms = self.q_layernorm, self.k_layernorm
         return (
-            isinstance(rotary_pos_emb, torch.Tensor)
-            and rotary_pos_emb.dim() == 2
-            and getattr(self.config, "yarn_rotary_scaling_factor", None)
-            is None  # `apply_rotary_pos_emb` checks YaRN's factor
-            and all(getattr(type(norm), "op", None) == RMSNorm.op and not _output_hooked(norm) for norm in norms)
+            all(getattr(type(norm), "op", None) == RMSNorm.op and not _output_hooked(norm) for norm in norms)
             and norms[0].eps == norms[1].eps
         )
 
@@ -383,17 +375,18 @@ class DecoderBlock(torch.nn.Module):
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         groups = tp, _ = parallel_groups(self)
-        name = stock_class(type(self)).__name__
+        name, record = stock_class(type(self)).__name__, states.of(self)
         cp = context_parallel(self.config, getattr(self.pg_collection, "cp", None))
         ranks = tp.size if self.config.sequence_parallel else 1
 
         def checks() -> dict:
-            hooks.check_hooks()
-            if self not in checked_packed_seq_params:
+            if record is None or record.packed_seq_params is None:
                 raise UnsupportedError(
                     f"{name}: must be called inside its model's forward(), which runs alignkit's checks"
                 )
-            if checked_packed_seq_params.pop(self) is not kwargs.get("packed_seq_params"):
+            hooks.check_hooks(record)
+            (packed,), record.packed_seq_params = record.packed_seq_params, None
+            if packed is not kwargs.get("packed_seq_params"):
                 raise UnsupportedError(
                     "packed_seq_params: must be the object that the model's forward() received, got another one"
                 )
@@ -482,9 +475,9 @@ def _setstate(self, state: dict) -> None:
     """Restore a copied or unpickled module: registered with the active patch, or of stock class without one."""
     from . import patch
 
-    stock_class(type(self)).__setstate__(self, {k: v for k, v in state.items() if k != SNAPSHOT})
+    stock_class(type(self)).__setstate__(self, state)
     if patch.is_active():
-        hooks.patched_modules.add(self)
+        states.register([self])
     else:
         self.__class__ = stock_class(type(self))
 

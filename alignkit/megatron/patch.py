@@ -5,7 +5,6 @@ Public: names, signatures and the keys of `status` are documented in docs/api/me
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +59,11 @@ def set_vocab_size(model: torch.nn.Module, vocab_size: int) -> None:
     Raises:
         InputError: If `vocab_size` is not a positive integer, or `model` contains no such model.
     """
-    from .models import MODELS, NAMES
-    from .modules import VOCAB_SIZE
+    from . import models, state
 
     _check_vocab_size(vocab_size)
-    found = [module for module in model.modules() if isinstance(module, MODELS)]
-    if not found:
-        raise InputError(f"model: must be or contain one of {NAMES}, got a {type(model).__name__}")
-    for module in found:
-        vars(module)[VOCAB_SIZE] = vocab_size
+    for module in models.contained(model):
+        state.of_model(module).own_vocab_size = vocab_size
 
 
 def _check_vocab_size(vocab_size: int) -> None:
@@ -133,8 +128,6 @@ class Patch(engine_patch.Patch):
 
     def __init__(self, *, vocab_size: int | None, keep_logits: bool) -> None:
         self.vocab_size, self.keep_logits = vocab_size, keep_logits
-        self.checked_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """Models whose collective check in the current forward has started."""
         self._replacements: dict[tuple[Any, str], Any] = {}
         super().__init__(vocab_size=vocab_size, keep_logits=keep_logits)
 

@@ -18,10 +18,10 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from alignkit.engines.patch import described
 from alignkit.errors import InputError, UnsupportedError
 
-from . import fingerprint, hooks, modules, moe, policy, supported, te
+from . import fingerprint, hooks, modules, moe, policy, state, supported, te
 from .methods import Methods
 from .models import MODELS
-from .snapshot import SNAPSHOT, Snapshot, device_of
+from .snapshot import Snapshot, device_of
 
 ALIGNED = {
     modules.stock_class(cls): cls
@@ -88,7 +88,8 @@ class Models:
         self.methods.check()
         rotary, device = model.rotary_pos_emb, device_of(model)
         base, scaling = supported.check_rotary(model)
-        snapshot = Snapshot.of(model)
+        record = state.of_model(model)
+        snapshot = record.snapshot
         if snapshot is None or not snapshot.is_current():
             found = list(model.named_modules())
             stock_heads = {model.output_layer} if supported.stock_head_reason(model) else set()
@@ -98,15 +99,17 @@ class Models:
                 module.__class__ = cls
             if model.post_process and not stock_heads:
                 model.output_layer.__class__ = modules.OutputLayer
-            hooks.patched_modules.update(module for _, module in found)
-            snapshot = Snapshot(model, fingerprint.modules(found), store=for_forward)
+            state.register((module for _, module in found), record)
+            snapshot = Snapshot(model, fingerprint.modules(found))
+            record.snapshot = snapshot if for_forward else None
         snapshot.watch_hooks()
         hooks.watch_global_hooks()
-        modules.rotations[rotary] = modules.Rotations(base, supported.rotary_dim(model), device, scaling)
+        record.rotations = modules.Rotations(base, supported.rotary_dim(model), device, scaling)
         if for_forward:
-            vocab_size = self.vocabulary_of(model)
-            if model.post_process and isinstance(model.output_layer, modules.OutputLayer):
-                modules.vocabulary[model.output_layer] = vocab_size
+            record.vocab_size = self.vocabulary_of(model)
+            head = getattr(model, "output_layer", None)
+            record.output_layer = head if isinstance(head, modules.OutputLayer) else None
+            state.register([rotary, model.decoder, *([head] if head is not None else [])], record)
         return fingerprint.settings(model) | {"rope_scaling": repr(scaling)} | fingerprint.stage(model) | snapshot.facts
 
     def vocabulary_of(self, model) -> int:
@@ -114,7 +117,8 @@ class Models:
 
         Raises InputError if neither set one, or if it exceeds the padded size.
         """
-        own = vars(model).get(modules.VOCAB_SIZE, self.vocab_size)
+        own = state.of_model(model).own_vocab_size
+        own = self.vocab_size if own is None else own
         if own is None:
             raise InputError(
                 "vocab_size: required. Pass vocab_size to patch_megatron, or call set_vocab_size for this model"
@@ -167,17 +171,10 @@ class Models:
     def restore(self) -> None:
         """Restore the stock class and the hooks of every module."""
         hooks.unwatch_hooks()
-        for module in list(hooks.patched_modules):
+        for module in state.registered():
             if type(module) in modules.STOCK:
                 module.__class__ = modules.stock_class(type(module))
-            vars(module).pop(SNAPSHOT, None)
-        for registry in (
-            hooks.patched_modules,
-            modules.vocabulary,
-            modules.rotations,
-            modules.checked_packed_seq_params,
-        ):
-            registry.clear()
+        state.clear()
 
 
 def report(model: torch.nn.Module) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,13 +59,6 @@ A missing attribute lets its later changes pass unchecked.
 """
 
 
-SNAPSHOT = "_alignkit_snapshot"
-"""Attribute of a model's decoder that stores the `Snapshot`.
-
-A snapshot references the whole model, so a registry outside of the model would keep unused models alive.
-"""
-
-
 def device_of(model) -> torch.device:
     """Return a model's device: the current CUDA device for a pipeline stage without parameters."""
     first = next(model.parameters(), None)
@@ -76,13 +68,11 @@ def device_of(model) -> torch.device:
 class Snapshot:
     """Record of a model's modules at a check: identities, classes, checked attributes, parameters and buffers.
 
-    facts: the caller's results for these modules. store: store the snapshot in the model, for `Snapshot.of`.
+    facts: the caller's results for these modules. A snapshot references the whole model, so only the model may own it.
     """
 
-    def __init__(self, model: torch.nn.Module, facts: dict[str, str], store: bool):
+    def __init__(self, model: torch.nn.Module, facts: dict[str, str]):
         self.facts = facts
-        if store:  # before the attributes are recorded
-            vars(model.decoder)[SNAPSHOT] = self
         self.named_modules = list(model.named_modules())
         self._modules = [module for _, module in self.named_modules]
         self._classes = list(map(type, self._modules))
@@ -103,15 +93,6 @@ class Snapshot:
         ]
         self._facts = tensor_facts(self._tensors)
         self._hooks = [own[name] for own in self._vars for name in ("_forward_pre_hooks", "_forward_hooks")]
-
-    @staticmethod
-    def of(model: torch.nn.Module) -> Snapshot | None:
-        """Return the snapshot stored in `model`, or None."""
-        snapshot = vars(model.decoder).get(SNAPSHOT)
-        return snapshot if snapshot is not None and snapshot.named_modules[0][1] is model else None
-
-    def __reduce__(self):
-        return types.NoneType, ()  # a copy of the model starts without a snapshot
 
     def _checked(self) -> Iterator[Any]:
         values = map(operator.call, self._getters, self._vars)  # pyright: ignore[reportArgumentType] - any callable

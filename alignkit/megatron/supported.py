@@ -7,7 +7,6 @@ forward. A module attribute that a check reads must also be in `snapshot.CHECKED
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ from alignkit.runtime.families import on_host
 if TYPE_CHECKING:
     from . import te
 
-from . import models, modules
+from . import models, modules, state
 
 MEGATRON_LLAMA3 = (1.0, 4.0, 8192)
 """Llama 3.1's low and high frequency factors and original length, which Megatron-core hard-codes."""
@@ -95,12 +94,6 @@ def _group_size(group) -> int:
     return 1 if group is None else group.size()
 
 
-_frequencies: weakref.WeakKeyDictionary[
-    torch.nn.Module, tuple[list[tuple[torch.Tensor, int]], float, Scaling | None]
-] = weakref.WeakKeyDictionary()
-"""Rotary embedding -> (frequencies with their versions, base, scaling), so that a device is not read again."""
-
-
 def check_rotary(model) -> tuple[float, Scaling | None]:
     """Return the base and scaling of a model's rotary embedding.
 
@@ -117,7 +110,8 @@ def check_rotary(model) -> tuple[float, Scaling | None]:
         )
     yarn = model.position_embedding_type == "yarn"
     frequencies = [rotary.inv_freq, *((rotary.inv_freq_extra, rotary.inv_freq_inter) if yarn else ())]
-    cached = _frequencies.get(rotary)
+    record = state.of_model(model)
+    cached = record.frequencies
     # Reading from a device synchronizes, so results are cached until the frequencies change.
     cacheable = all(not on_host(t.device) and not t.is_inference() for t in frequencies) and not strict()
     if not (
@@ -135,7 +129,7 @@ def check_rotary(model) -> tuple[float, Scaling | None]:
         scaling = _yarn(rotary, base, head_dim) if yarn else _llama3(rotary, base, head_dim, scaled)
         cached = [(t, t._version) for t in frequencies] if cacheable else [], base, scaling
         if cacheable:
-            _frequencies[rotary] = cached
+            record.frequencies = cached
     _, base, scaling = cached
     if given is not None and float(given) != base:  # the model's rotary_base has changed since the result was cached
         raise UnsupportedError(f"rotary_base: must be {base}, the base that rotary_pos_emb was built with, got {given}")

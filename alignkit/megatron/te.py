@@ -76,8 +76,8 @@ class RMSNorm(Replacement):
     op = "rms_norm"
     required = _NORM
 
-    def forward(self, x):
-        return modules.RMSNorm.forward(self, x)  # pyright: ignore[reportArgumentType]
+    def forward(self, x, weight_only: bool = False):
+        return modules.RMSNorm.forward(self, x, weight_only)  # pyright: ignore[reportArgumentType]
 
 
 class DotProductAttention(Replacement):

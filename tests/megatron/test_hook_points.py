@@ -4,12 +4,15 @@ The sources come from ALIGNKIT_WHEELS (`make test` sets it); nothing is imported
 would not apply to that version.
 """
 
+import ast
+import hashlib
 import os
 import pathlib
 import zipfile
 
 import pytest
 
+from alignkit.engines import hook_points
 from alignkit.engines.hook_points import unresolved
 from alignkit.errors import UnsupportedError
 from alignkit.megatron.hook_points import HOOK
@@ -45,6 +48,25 @@ def test_version_has_every_hook_point(version, core):
 @pytest.mark.parametrize("version", [v for v, row in VERSIONS.rows.items() if row.runs and not row.runs.hook])
 def test_version_listed_without_output_processor_lacks_it(version, core):
     assert len(unresolved(core(version), HOOK)) == len(HOOK)
+
+
+ATTENTION = {
+    "0.16.1": "76abbe228a274394",
+    "0.17.1": "a2eae2d32b8d202a",
+    "0.18.2": "c558dca7bb988a17",
+    "0.19.2": "3c7c8244887f7107",
+}
+"""Version -> digest of the two functions that `modules.SelfAttention` reimplements, read when it was written."""
+
+
+@pytest.mark.parametrize("version", VERSIONS.rows)
+def test_the_reimplemented_attention_is_unchanged_in_megatron(version, core):
+    tree, sources = ast.parse((core(version) / "transformer" / "attention.py").read_text()), []
+    for cls, name in (("Attention", "forward"), ("SelfAttention", "get_query_key_value_tensors")):
+        function = hook_points.find(hook_points.find(tree, cls), name)
+        function.body = function.body[1:]  # without the docstring
+        sources.append(ast.unparse(function))
+    assert hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16] == ATTENTION[version]
 
 
 def test_missing_hook_points_are_named(tmp_path):

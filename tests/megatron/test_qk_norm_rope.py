@@ -42,11 +42,12 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fused_op_has_the_bits_of_the_separate_ops(dtype, checkpoint, rows, world):
+@pytest.mark.parametrize("dtype, rope", [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, "yarn")])
+def test_fused_op_has_the_bits_of_the_separate_ops(dtype, rope, checkpoint, rows, world):
     """The model has five other norms: two in each of its two layers, and the final one."""
+    scaling = {} if rope is None else {"rope_scaling": ROPES[rope]}
     with patch_megatron(300):
-        model = workers.build(checkpoint("qwen3", dtype), dtype).train()
+        model = workers.build(checkpoint("qwen3", dtype, **scaling), dtype).train()
         norm = model.decoder.layers[1].self_attention.k_layernorm
         with counted() as calls:
             loss, gradients = backward(model, rows)
@@ -95,12 +96,28 @@ def test_fused_op_has_the_bits_of_the_separate_ops_in_every_micro_batch_layout(m
             assert calls()[2] == calls()[0] * 2 == fused
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2", "yarn"])
-def test_fused_op_is_unused_without_query_key_norms_or_with_yarn(case, checkpoint, rows, world):
-    """YaRN's factor is checked in Megatron's `apply_rotary_pos_emb`, which the fused op bypasses."""
-    path = checkpoint("qwen3", rope_scaling=ROPES["yarn"]) if case == "yarn" else checkpoint(case)
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_fused_op_is_unused_without_query_key_norms(arch, checkpoint, rows, world):
     with patch_megatron(300):
-        model = workers.build(path, torch.bfloat16).train()
+        model = workers.build(checkpoint(arch), torch.bfloat16).train()
         with counted() as calls:
             backward(model, rows)
-            assert calls() == (0, 9 if case == "yarn" else 5, 4)
+            assert calls() == (0, 5, 4)
+
+
+def restore(parameter, value):
+    parameter.copy_(value)
+
+
+def test_pre_hooks_of_a_norm_run_before_its_weight_is_read(checkpoint, rows, world):
+    """In such a hook Megatron's DDP waits for parameters that are being gathered."""
+    with patch_megatron(300), torch.no_grad():
+        model = workers.build(checkpoint("qwen3"), torch.bfloat16)
+        expected = workers.mean_loss(model, rows, 1)
+        norm = model.decoder.layers[0].self_attention.k_layernorm
+        weight = norm.weight.clone()
+        norm.weight.zero_()
+        norm.register_forward_pre_hook(lambda module, args: restore(module.weight, weight))
+        with counted() as calls:
+            assert_bitwise_equal(workers.mean_loss(model, rows, 1), expected)
+            assert calls() == (2, 5, 0)
