@@ -1,7 +1,8 @@
 """The record of an op: everything that other parts of the package derive from it.
 
 Each op's op.py holds one `Op`. `dispatch` takes its kernels, `library` its custom ops, `golden` its cases, `alignkit
-doctor` its self-test, `alignkit explain` its problems in words. tests/fuzz/problems.py generates its random calls.
+doctor` its self-test, `alignkit explain` its problems in words. The fuzzer and the tests of each
+property in tests/ops take its random calls (samples.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from ..runtime.dispatch import Kernel
 from ..runtime.families import on_host
 from .inputs import Inputs, Normal
+from .samples import Sample, Source
 from .self_test import row_invariance
 from .words import Words
 
@@ -86,10 +88,12 @@ class Op:
         custom: Custom ops.
         golden: Cases of the golden bits.
         self_test: Function that yields the tests of `alignkit doctor`.
+        samples: Function that returns the generators of random calls, each with its weight in the fuzzer.
     """
 
     folder: str
     kernels: Mapping[str, tuple[Kernel, ...]]
+    samples: Callable[[], Mapping[Callable[[Source], Sample], int]]
     described: Mapping[str, Callable[[str, Words], Any]] = field(default_factory=dict)
     custom: tuple[Custom, ...] = ()
     golden: tuple[Golden, ...] = ()

@@ -1,30 +1,12 @@
-"""The records of all ops. A new op needs its line here."""
+"""The records of all ops: the `OP` of each op.py in a folder of alignkit/ops."""
 
 from __future__ import annotations
 
-from .attention.op import OP as _attention
-from .gated_delta_rule.op import OP as _gated_delta_rule
-from .linear.op import OP as _linear
-from .linear_logp.op import OP as _linear_logp
-from .moe_experts.op import OP as _moe_experts
-from .moe_router.op import OP as _moe_router
-from .qk_norm_rope.op import OP as _qk_norm_rope
-from .record import Op
-from .rms_norm.op import OP as _rms_norm
-from .rope.op import OP as _rope
-from .sigmoid_mul.op import OP as _sigmoid_mul
-from .silu_mul.op import OP as _silu_mul
+from importlib import import_module
+from pathlib import Path
 
-RECORDS: tuple[Op, ...] = (
-    _attention,
-    _gated_delta_rule,
-    _linear,
-    _linear_logp,
-    _moe_experts,
-    _moe_router,
-    _qk_norm_rope,
-    _rms_norm,
-    _rope,
-    _sigmoid_mul,
-    _silu_mul,
+from .record import Op
+
+RECORDS: tuple[Op, ...] = tuple(
+    import_module(f"{__package__}.{file.parent.name}.op").OP for file in sorted(Path(__file__).parent.glob("*/op.py"))
 )

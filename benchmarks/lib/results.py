@@ -33,6 +33,8 @@ SHARED = ("contract", "runtime", "dist")
 OTHER_OP = re.compile(r"^ *from \.\.([a-z]\w*)", re.MULTILINE)
 """An op's import of another op."""
 SOURCE_SUFFIXES = (*_sources.SUFFIXES, ".py", ".json")
+SAMPLES = "samples.py"
+"""Files of alignkit/ops with random calls for the tests, which no computation reads."""
 
 
 def run_name() -> str:
@@ -64,12 +66,12 @@ def sources(*ops: str) -> str:
         found |= {*_source_files(package / name)}
     for op in ops:
         found |= _op_files(package / "ops" / op)
-    found |= {file for file in (package / "ops").glob("*") if file.suffix in SOURCE_SUFFIXES}
+    found |= {file for file in (package / "ops").glob("*") if file.suffix in SOURCE_SUFFIXES and file.name != SAMPLES}
     return code.digest(sorted(found), _sources.ROOT)[:12]
 
 
 def _source_files(folder: Path) -> Iterator[Path]:
-    return (file for file in folder.rglob("*") if file.suffix in SOURCE_SUFFIXES)
+    return (file for file in folder.rglob("*") if file.suffix in SOURCE_SUFFIXES and file.name != SAMPLES)
 
 
 def _op_files(folder: Path) -> set[Path]:

@@ -1,9 +1,9 @@
-"""Random calls: a well-formed problem of problems.py, then unusual forms of its arguments, or errors in them.
+"""Random calls: a well-formed sample of tests/samples.py, then unusual forms of its arguments, or errors in them.
 
-The changes to a problem determine the allowed outcomes. `ANSWER`: the bits of the well-formed twin. `REJECT`: one clear
+The changes to a sample determine the allowed outcomes. `ANSWER`: the bits of the well-formed twin. `REJECT`: one clear
 error. `EITHER`: both are allowed, because the documentation does not promise that the caller means the twin.
 
-Any change to the random choices here or in problems.py changes the calls that SEED:INDEX names. `names` are beginnings
+Any change to the random choices here or in samples changes the calls that SEED:INDEX names. `names` are beginnings
 of the ops' error messages, and change with them.
 """
 
@@ -22,8 +22,10 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from alignkit.ops.samples import Sample, Scalar, Source, Tensor
+from tests.samples import sample
+
 from . import modes
-from .problems import Problem, Scalar, Source, Tensor, problem
 
 ANSWER, EITHER, REJECT = "answer", "either", "reject"
 
@@ -38,7 +40,7 @@ class Draw:
         leaves: Arguments whose gradients are computed.
     """
 
-    problem: Problem
+    sample: Sample
     args: dict[str, Any]
     twin: dict[str, Any]
     leaves: list[str]
@@ -75,7 +77,7 @@ class Draw:
                 f"gradients of {', '.join(self.leaves)}, given {self.gradient}"
                 + (f", then the second derivative, of {self.twice}" if self.twice else "")
             )
-        return f"{self.problem.op}({args})" + "".join(f"; {change}" for change in changes) + f"; must {self.must}"
+        return f"{self.sample.op}({args})" + "".join(f"; {change}" for change in changes) + f"; must {self.must}"
 
 
 def describe(v: Any) -> str:
@@ -97,7 +99,7 @@ def draw(seed: int, index: int) -> Draw:
     """Return random call `index` of `seed`."""
     rng = random.Random(f"{seed}:{index}")
     s = Source(rng)
-    p = problem(s)
+    p = sample(s)
     d = Draw(p, _clone_arguments(p), _clone_arguments(p), [])
     if not p.forward_only and s.chance(0.6):
         d.leaves = [n for n, t in p.tensors().items() if t.leaf and s.chance(0.8)]
@@ -125,16 +127,12 @@ def draw(seed: int, index: int) -> Draw:
     return d
 
 
-def _depends_on_arguments(p: Problem, leaves: list[str]) -> bool:
+def _depends_on_arguments(p: Sample, leaves: list[str]) -> bool:
     """Return whether the gradients of `leaves` depend on the arguments, not only on the incoming gradients."""
-    return {
-        "rope": False,
-        "linear": {"x", "weight"} <= set(leaves),
-        "row_parallel_linear": {"x", "weight"} <= set(leaves),
-    }.get(p.op, True)
+    return not p.linear and (not p.op.endswith("linear") or {"x", "weight"} <= set(leaves))
 
 
-def _clone_arguments(p: Problem) -> dict[str, Any]:
+def _clone_arguments(p: Sample) -> dict[str, Any]:
     return {n: a.value.clone() if isinstance(a.value, torch.Tensor) else a.value for n, a in p.given.items()}
 
 
@@ -155,7 +153,7 @@ def _as_leaf(t: Any) -> Any:
 def _stride(d: Draw, s: Source) -> None:
     """Change the memory layout of a tensor."""
     # Output tensors must have the documented layout.
-    names = [n for n, t in d.problem.tensors().items() if not t.written and type(d.args[n]) is torch.Tensor]
+    names = [n for n, t in d.sample.tensors().items() if not t.written and type(d.args[n]) is torch.Tensor]
     if not names:
         return
     name = s.rng.choice(names)
@@ -225,7 +223,7 @@ def _stride(d: Draw, s: Source) -> None:
 
 def _alias(d: Draw, s: Source) -> None:
     """Pass the same tensor for two arguments."""
-    tensors = [n for n, t in d.problem.tensors().items() if not t.written]
+    tensors = [n for n, t in d.sample.tensors().items() if not t.written]
     free = [n for n in tensors if type(d.args[n]) is torch.Tensor and n not in d.leaves]
     pairs = [
         (a, b)
@@ -234,7 +232,7 @@ def _alias(d: Draw, s: Source) -> None:
         if a < b
         and d.args[a].shape == d.args[b].shape
         and d.args[a].dtype == d.args[b].dtype
-        and d.problem.given[a].finite == d.problem.given[b].finite
+        and d.sample.given[a].finite == d.sample.given[b].finite
     ]
     if pairs:
         a, b = s.rng.choice(pairs)
@@ -249,7 +247,7 @@ def _mode(d: Draw, s: Source) -> None:
     if s.chance(0.1):
         name = s.rng.choice(list(modes.ODD))
         d.tighten(EITHER)
-        d.names |= {name, "mode", "TorchDispatchMode", "TorchFunctionMode", *d.problem.given}
+        d.names |= {name, "mode", "TorchDispatchMode", "TorchFunctionMode", *d.sample.given}
     elif s.chance(0.15):
         name = s.rng.choice(list(modes.FORWARD))
     else:
@@ -364,7 +362,7 @@ RELATED = {
 
 def _wrong_scalar(d: Draw, s: Source) -> None:
     """Replace a number or flag by an object of another kind, or by a value out of range."""
-    scalars = {n: a for n, a in d.problem.given.items() if isinstance(a, Scalar) and n not in d.touched}
+    scalars = {n: a for n, a in d.sample.given.items() if isinstance(a, Scalar) and n not in d.touched}
     if not scalars:
         return
     name = s.rng.choice(list(scalars))
@@ -508,11 +506,11 @@ ODD_FORMS = {"subclass": lambda t: t.as_subclass(Subclass), "functional": _funct
 
 def _wrong_tensor(d: Draw, s: Source) -> None:
     """Replace a tensor by another object."""
-    names = [n for n, a in d.problem.given.items() if isinstance(a, Tensor) and n not in d.touched]
+    names = [n for n, a in d.sample.given.items() if isinstance(a, Tensor) and n not in d.touched]
     if not names:
         return
     name = s.rng.choice(names)
-    a, t = d.problem.given[name], d.args[name]
+    a, t = d.sample.given[name], d.args[name]
     if t is not None and type(t) is not torch.Tensor:
         return
     if t is None:
@@ -527,7 +525,7 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
         (form == "None" and a.optional)
         or (form == "uninitialized" and name == "out")
         or (name == "temperature" and form in ("a number", "a list", "numpy"))
-        or (d.problem.schema and form in ("uninitialized", "opaque", "meta", "fake", "jagged"))
+        or (d.sample.schema and form in ("uninitialized", "opaque", "meta", "fake", "jagged"))
     ):  # handled by torch before the op runs
         return
     if t.is_inference() or t.is_neg():
@@ -542,7 +540,7 @@ def _wrong_tensor(d: Draw, s: Source) -> None:
     d.touched.add(name)
     d.names.add(name)
     if form in ("meta", "fake"):
-        d.names |= set(d.problem.given)
+        d.names |= set(d.sample.given)
     d.what.append(f"{name}: {form}")
 
 
@@ -552,7 +550,7 @@ def _wrong_shape(d: Draw, s: Source) -> None:
         return
     fit = {
         n: t
-        for n, t in d.problem.tensors().items()
+        for n, t in d.sample.tensors().items()
         if type(d.args[n]) is torch.Tensor and (t.bound or t.ndim) and n not in d.touched
     }
     if not fit:
@@ -576,7 +574,7 @@ def _wrong_shape(d: Draw, s: Source) -> None:
         d.args[name] = torch.zeros(shape, dtype=t.dtype, device="cpu")
     d.tighten(REJECT)
     d.touched.add(name)
-    d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)}
+    d.names |= {n for n, g in d.sample.given.items() if isinstance(g, Tensor)}
     d.names |= {"num_chunks", "top_k", "groups"}
     d.what.append(f"{name}: shape {tuple(shape)} instead of {tuple(t.shape)}")
 
@@ -601,7 +599,7 @@ STRANGE = [
 
 def _wrong_dtype(d: Draw, s: Source) -> None:
     """Cast a tensor, or all of its group, to an unsupported dtype."""
-    fit = {n: t for n, t in d.problem.tensors().items() if type(d.args[n]) is torch.Tensor and n not in d.touched}
+    fit = {n: t for n, t in d.sample.tensors().items() if type(d.args[n]) is torch.Tensor and n not in d.touched}
     if not fit:
         return
     name = s.rng.choice(list(fit))
@@ -617,14 +615,14 @@ def _wrong_dtype(d: Draw, s: Source) -> None:
         d.args[n] = (t.clone() if t.is_inference() else t).detach().to(dtype)
         d.touched.add(n)
     d.tighten(REJECT)
-    d.names |= {n for n, g in d.problem.given.items() if isinstance(g, Tensor)}
+    d.names |= {n for n, g in d.sample.given.items() if isinstance(g, Tensor)}
     d.what.append(f"{'all of ' if together else ''}{name}: {dtype}")
 
 
 def _own_fault(d: Draw, s: Source) -> None:
     """Apply one of the op's own faults."""
-    if d.problem.faults and not d.touched:
-        what, put, names = s.rng.choice(d.problem.faults)
+    if d.sample.faults and not d.touched:
+        what, put, names = s.rng.choice(d.sample.faults)
         put(d.args)
         d.tighten(REJECT)
         d.touched |= set(d.args)
@@ -635,24 +633,26 @@ def _own_fault(d: Draw, s: Source) -> None:
 def _wrong_backward(d: Draw, s: Source) -> None:
     """Request a gradient of another kind, or a second derivative."""
     d.tighten(REJECT)
-    d.names |= {d.problem.op, "backward", "double backward", "gradient"}
+    d.names |= {d.sample.op, "backward", "double backward", "gradient"}
     # A weight's gradient that is added to main_grad is not returned and cannot be differentiated.
     returned = [n for n in d.leaves if n != "weight" or d.args.get("main_grad") is None]
     if s.chance(0.4) or not returned:
         d.gradient = s.rng.choice(("sparse", "fake"))
     else:
-        plain = _depends_on_arguments(d.problem, d.leaves) and s.chance(0.5)
+        plain = _depends_on_arguments(d.sample, d.leaves) and s.chance(0.5)
         d.twice = "plain gradients" if plain else "gradients that require one"
+        if d.gradient == "one of them":  # which may not depend on the leaves
+            d.gradient = "plain"
 
 
 def _transform(d: Draw, s: Source) -> None:
     """Call inside one of torch's function transforms."""
     floating = [
         n
-        for n, t in d.problem.tensors().items()
+        for n, t in d.sample.tensors().items()
         if type(d.args[n]) is torch.Tensor and not t.written and d.args[n].dtype.is_floating_point
     ]
-    if not floating or d.problem.schema:  # the dispatcher handles custom ops in transforms
+    if not floating or d.sample.schema:  # the dispatcher handles custom ops in transforms
         return
     if "saved tensors are cloned" in d.forward:  # torch rejects transforms with saved-tensor hooks
         return
@@ -664,10 +664,10 @@ def _transform(d: Draw, s: Source) -> None:
     if d.wrap == "forward AD" and {"inference mode", "dispatch mode"} <= set(d.forward):
         d.wrapped = d.wrap = ""  # an assertion of torch fails in both modes
         return
-    lost = d.wrap == "forward AD" and d.problem.given[d.wrapped].leaf and "inference mode" not in d.forward
+    lost = d.wrap == "forward AD" and d.sample.given[d.wrapped].leaf and "inference mode" not in d.forward
     d.tighten(REJECT if d.wrap == "fake mode" or lost else EITHER)
-    call = getattr(d.problem.call, "__name__", "")
-    d.names |= {d.wrap, d.problem.op, call, "rope_table", "torch.func", "vmap", "forward", *d.problem.given}
+    call = getattr(d.sample.call, "__name__", "")
+    d.names |= {d.wrap, d.sample.op, call, "rope_table", "torch.func", "vmap", "forward", *d.sample.given}
     d.leaves, d.twice = [], ""
     d.what.append(f"{d.wrap} of {d.wrapped}")
 

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alignkit.errors import AlignkitError
 from alignkit.testing import bits
+from tests.samples import expected
 
 from . import modes
 from .draw import ANSWER, REJECT, Draw, Subclass, _fake, draw
-from .problems import expected
 
 VERDICTS = ("right", "clear error", "wrong", "obscure", "crashed", "hung")
 GOOD = VERDICTS[:2]
@@ -31,7 +31,7 @@ def judge(seed: int, index: int) -> dict:
     call = draw(seed, index)
     text = call.text()
     return dict(zip(("verdict", "detail"), _verdict(call), strict=True)) | {
-        "op": call.problem.op,
+        "op": call.sample.op,
         "text": text,
         "must": call.must,
         "what": call.what,
@@ -58,7 +58,7 @@ def _verdict(d: Draw) -> tuple[str, str]:
     for name, old in copies.items():
         if (
             old is not None
-            and not (d.problem.given[name].__dict__.get("written"))
+            and not (d.sample.given[name].__dict__.get("written"))
             and not _equal_bits(old, d.args[name])
         ):
             return "wrong", f"{name}: the caller's tensor was changed; " + verdict[1]
@@ -94,7 +94,7 @@ def _call_before(d: Draw) -> None:
     """Make the well-formed call under the modes `d.before`, and ignore its outcome."""
     args = {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in d.twin.items()}
     with contextlib.suppress(Exception), _entered(d.before):
-        d.problem.call(**args)
+        d.sample.call(**args)
 
 
 def _entered(names) -> contextlib.ExitStack:
@@ -115,7 +115,7 @@ def _call_under_modes(d: Draw) -> dict[str, torch.Tensor]:
 
 
 def _call_transformed(d: Draw):
-    call, args, name = d.problem.call, d.args, d.wrapped
+    call, args, name = d.sample.call, d.args, d.wrapped
     if not d.wrap:
         return call(**args)
     if d.wrap == "fake mode":
@@ -168,7 +168,7 @@ def _results(d: Draw, args, out, backward, gradient: str | None = None) -> dict[
                 depends = [*leaves.values(), *(g for g in grads if g.requires_grad)]
                 torch.autograd.grad(again, depends, allow_unused=True)
         found |= {f"gradient of {n}": t for n, t in zip(leaves, taken, strict=True) if t is not None}
-    for n, a in d.problem.tensors().items():
+    for n, a in d.sample.tensors().items():
         if a.written:
             found[f"what is in {n}"] = args[n]
     return found
@@ -199,7 +199,7 @@ def _judge_answer(d: Draw, got: dict[str, torch.Tensor]) -> tuple[str, str]:
     if d.twin.get("device") == "meta" or d.args.get("device") == "meta":
         return ("right", "") if got["result 0"].device.type == "meta" else ("wrong", "not on meta")
     try:
-        out = expected(d.problem, d.twin)
+        out = expected(d.sample, d.twin)
         want = _results(d, d.twin, out, (), "plain")
     except AlignkitError as e:
         return "wrong", f"returned a result, but the reference raises {e}"
@@ -224,7 +224,7 @@ def _judge_answer(d: Draw, got: dict[str, torch.Tensor]) -> tuple[str, str]:
             return "wrong", (
                 f"{name}: {len(differ) or 'zeros of'} {x.numel()} differ, {x[i].item()!r} is not {y[i].item()!r}"
             )
-    if d.problem.schema:
+    if d.sample.schema:
         inputs = {
             v.untyped_storage().data_ptr()
             for v in d.args.values()
@@ -252,9 +252,9 @@ def _judge_foreign_error(d: Draw, e: Exception) -> tuple[str, str]:
     and names the argument or the op.
     """
     message = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
-    if d.problem.schema and d.must != ANSWER:
-        dispatcher = re.match(rf"{d.problem.schema}\(\) .*argument '?(\w+)'?", str(e))
-        if (dispatcher and dispatcher[1] in d.names) or str(e).startswith(f"Could not run '{d.problem.schema}'"):
+    if d.sample.schema and d.must != ANSWER:
+        dispatcher = re.match(rf"{d.sample.schema}\(\) .*argument '?(\w+)'?", str(e))
+        if (dispatcher and dispatcher[1] in d.names) or str(e).startswith(f"Could not run '{d.sample.schema}'"):
             return "clear error", message
     if d.gradient == "sparse" and d.must != ANSWER and "sparse" in message:  # from autograd's views, after the op
         return "clear error", message

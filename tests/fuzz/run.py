@@ -97,7 +97,7 @@ def calls(seed: int, indices: Iterable[int], workers: int | None = None, done: C
             tally.add(value["op"], value["verdict"], identifier, value["text"], value["detail"])
         else:
             call = draw.draw(*job)
-            tally.add(call.problem.op, outcome, identifier, call.text(), value)
+            tally.add(call.sample.op, outcome, identifier, call.text(), value)
         done()
     tally.seconds = time.monotonic() - started
     return tally

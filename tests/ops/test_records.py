@@ -4,17 +4,19 @@ On a CPU and on a GPU, rows do not depend on the batch, on every backend. On a C
 change no golden bit.
 """
 
-import dataclasses
+from importlib import import_module
 
 import pytest
 import torch
 
+from alignkit import ops
 from alignkit.ops import golden, library
 from alignkit.ops.inputs import Inputs, Normal
 from alignkit.ops.record import Check
 from alignkit.ops.registry import RECORDS
 from alignkit.runtime import dispatch, families
 from alignkit.testing import assert_bitwise_equal
+from tests.samples import as_custom, examples
 
 from .helpers import CPU
 from .test_modes import MODES, in_mode
@@ -41,8 +43,22 @@ def test_every_record_has_a_self_test_and_custom_ops_are_defined(record):
     assert list(record.self_test(Normal(torch.float32, DEVICE)))
     for custom in record.custom:
         assert getattr(library, custom.name) is getattr(torch.ops.alignkit, custom.name).default
-    fields = {field.name for field in dataclasses.fields(record)}
-    assert fields == {"folder", "kernels", "described", "custom", "golden", "self_test"}
+    assert import_module(f"alignkit.ops.{record.folder}.op").OP is record
+
+
+@RECORD
+def test_operations_whose_kernel_depends_on_the_problem_are_described(record):
+    """`alignkit explain` makes the problem from words."""
+    with_rules = {name for name, kernels in record.kernels.items() if any(kernel.rule for kernel in kernels)}
+    assert with_rules == record.described.keys()
+
+
+@RECORD
+def test_every_public_function_and_custom_op_has_samples(record):
+    samples = examples(record, 40)
+    found = {sample.op for sample in (*samples, *filter(None, map(as_custom, samples)))}
+    public = {name for name in ops.__all__ if getattr(ops, name).__module__.split(".")[2] == record.folder}
+    assert found >= public | {f"alignkit::{custom.name}" for custom in record.custom}
 
 
 @pytest.mark.skipif(not CPU, reason="the modes of a CPU")

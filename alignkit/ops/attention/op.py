@@ -167,6 +167,12 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
     return None
 
 
+def _samples():
+    from .samples import SAMPLES
+
+    return SAMPLES
+
+
 def _self_test(normal):
     yield Check(
         "attention", "sequences alone, reordered, padded, paged in chunks, paged one by one", lambda: _sequences(normal)
@@ -189,4 +195,5 @@ OP = Op(
     },
     golden=(Golden(attention), Golden(long_attention, slow=True), Golden(rounding_attention, slow=True)),
     self_test=_self_test,
+    samples=_samples,
 )

@@ -94,6 +94,12 @@ def _self_test(normal):
     yield Check("gated_delta_rule", "sequences and heads alone, packed, dense", lambda: _sequences(normal))
 
 
+def _samples():
+    from .samples import SAMPLES
+
+    return SAMPLES
+
+
 OP = Op(
     "gated_delta_rule",
     kernels={
@@ -106,4 +112,5 @@ OP = Op(
     described={"gated_delta_rule": _described},
     golden=(Golden(gated_delta_rule),),
     self_test=_self_test,
+    samples=_samples,
 )

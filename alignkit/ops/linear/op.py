@@ -8,7 +8,7 @@ from ...contract import k_leaves
 from ...errors import InputError
 from ...runtime.dispatch import Kernel
 from ...runtime.families import CUDA, NATIVE, REFERENCE, TRITON
-from .._common import WITH_FP16, check_like, check_weight, require_tensors
+from .._common import DTYPES, WITH_FP16, check_like, check_tensor, check_weight, require, require_tensors
 from ..groups import group_of
 from ..inputs import Inputs
 from ..record import ROWS, WIDTH, Custom, Golden, Op, Rows, fake_like
@@ -74,9 +74,11 @@ def _row_parallel_linear(x, weight, bias, group):
 
 def _add(x, y):
     require_tensors(x=x, y=y)
-    if x.shape != y.shape:
-        raise InputError(f"y: shape must equal x's {tuple(x.shape)}, got {tuple(y.shape)}")
-    check_like("y", y, "x", x)
+    if x.is_cpu or x.shape != y.shape or x.dtype != y.dtype or x.dtype not in DTYPES:
+        check_tensor("x", x)
+        check_tensor("y", y)
+        require(x.shape == y.shape, f"y: shape must equal x's {tuple(x.shape)}, got {tuple(y.shape)}")
+        check_like("y", y, "x", x)
     return x + y
 
 
@@ -128,6 +130,12 @@ def _self_test(normal):
     yield Rows("row_parallel_linear", lambda x: row_parallel_linear(x, weight, bias), [x])
 
 
+def _samples():
+    from .samples import SAMPLES
+
+    return SAMPLES
+
+
 OP = Op(
     "linear",
     kernels={
@@ -172,4 +180,5 @@ OP = Op(
     ),
     golden=(Golden(linears, modelled=True), Golden(rounding_linears, modelled=True), Golden(subnormal_linears)),
     self_test=_self_test,
+    samples=_samples,
 )

@@ -107,6 +107,12 @@ def _logp_of_logits(normal: Normal) -> str | None:
     return next(filter(None, problems), None)
 
 
+def _samples():
+    from .samples import SAMPLES
+
+    return SAMPLES
+
+
 def _self_test(normal):
     head, x, target = normal(5, VOCAB, WIDTH), normal(0, ROWS, WIDTH), normal.integers(6, ROWS, below=VOCAB)
     yield Rows("linear_logp", lambda x, t: linear_logp(x, head, t, temperature=0.7, return_entropy=True), [x, target])
@@ -129,4 +135,5 @@ OP = Op(
     described={"head_statistics": _statistics, "head_gradient": _gradient, "head_products": _products},
     golden=(Golden(head), Golden(rounding_head), Golden(large_head, slow=True)),
     self_test=_self_test,
+    samples=_samples,
 )

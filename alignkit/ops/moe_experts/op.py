@@ -155,6 +155,12 @@ def experts(normal: Normal) -> tuple[torch.Tensor, torch.Tensor]:
     return normal(15, EXPERTS, 64, WIDTH), normal(16, EXPERTS, WIDTH, 32)
 
 
+def _samples():
+    from .samples import SAMPLES
+
+    return SAMPLES
+
+
 def _self_test(normal):
     from .. import moe_router
 
@@ -204,4 +210,5 @@ OP = Op(
     ),
     golden=(Golden(mixtures), Golden(rounding_mixtures)),
     self_test=_self_test,
+    samples=_samples,
 )

@@ -31,6 +31,12 @@ def _self_test(normal):
     yield Rows("moe_router", lambda z: moe_router(z, 2), [normal(17, ROWS, EXPERTS, dtype=torch.float32)])
 
 
+def _samples():
+    from .samples import SAMPLES
+
+    return SAMPLES
+
+
 OP = Op(
     "moe_router",
     kernels={"moe_router": one_per_backend(_triton, cpu, reference)},
@@ -43,4 +49,5 @@ OP = Op(
         ),
     ),
     self_test=_self_test,
+    samples=_samples,
 )

@@ -84,6 +84,12 @@ def _self_test(normal):
     )
 
 
+def _samples():
+    from .samples import SAMPLES
+
+    return SAMPLES
+
+
 OP = Op(
     "qk_norm_rope",
     kernels={"qk_norm_rope": one_per_backend(_triton, cpu, reference)},
@@ -97,4 +103,5 @@ OP = Op(
     ),
     golden=(Golden(normed_rotations), Golden(rounding_rotations)),
     self_test=_self_test,
+    samples=_samples,
 )

@@ -75,6 +75,12 @@ def rounding_norms(given: Inputs) -> list[torch.Tensor]:
     )
 
 
+def _samples():
+    from .samples import SAMPLES
+
+    return SAMPLES
+
+
 def _self_test(normal):
     x, residual, weight = normal(0, ROWS, WIDTH), normal(1, ROWS, WIDTH), normal(4, WIDTH)
     yield Rows("rms_norm", lambda x: rms_norm(x, weight, 1e-6), [x])
@@ -100,4 +106,5 @@ OP = Op(
     ),
     golden=(Golden(norms), Golden(rounding_norms)),
     self_test=_self_test,
+    samples=_samples,
 )

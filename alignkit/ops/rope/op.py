@@ -70,6 +70,12 @@ def _self_test(normal):
     yield Rows("rope", lambda x, p: rope(x.unflatten(-1, (-1, 64)), p, table), [x, positions])
 
 
+def _samples():
+    from .samples import SAMPLES
+
+    return SAMPLES
+
+
 OP = Op(
     "rope",
     kernels={"rope": one_per_backend(_triton, cpu, reference)},
@@ -82,4 +88,5 @@ OP = Op(
     ),
     golden=(Golden(elementwise), Golden(rounding_elementwise), Golden(scaled_tables)),
     self_test=_self_test,
+    samples=_samples,
 )

@@ -27,9 +27,16 @@ def _self_test(normal):
     yield Rows("sigmoid_mul", lambda z, x: sigmoid_mul(z[:, :1], x), [gate, normal(0, ROWS, WIDTH)])
 
 
+def _samples():
+    from .samples import SAMPLES
+
+    return SAMPLES
+
+
 OP = Op(
     "sigmoid_mul",
     kernels={"sigmoid_mul": one_per_backend(_triton, cpu, reference)},
     custom=(Custom("sigmoid_mul(Tensor gate, Tensor x) -> Tensor", _custom, lambda gate, x: fake_like(x)),),
     self_test=_self_test,
+    samples=_samples,
 )

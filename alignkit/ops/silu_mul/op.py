@@ -26,9 +26,16 @@ def _self_test(normal):
     yield Rows("silu_mul", silu_mul, [normal(0, ROWS, WIDTH), normal(1, ROWS, WIDTH)])
 
 
+def _samples():
+    from .samples import SAMPLES
+
+    return SAMPLES
+
+
 OP = Op(
     "silu_mul",
     kernels={"silu_mul": one_per_backend(_triton, cpu, reference)},
     custom=(Custom("silu_mul(Tensor gate, Tensor up) -> Tensor", _custom, fake_like),),
     self_test=_self_test,
+    samples=_samples,
 )
