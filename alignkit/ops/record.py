@@ -51,6 +51,20 @@ class Golden:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """A run of an operation, by which the self-test compares its kernels (trials.py)."""
+
+    run: Callable[[Inputs, Any], list[torch.Tensor]]
+    """Function of the inputs and the problem (None if the operation's kernel does not depend on the problem)."""
+    words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name of a kernel -> problems that it accepts, in words; "" for kernels without an entry."""
+
+    def of(self, kernel: Kernel) -> tuple[str, ...]:
+        """Return the problems of a kernel."""
+        return self.words.get(kernel.name) or self.words.get("", ("",))
+
+
+@dataclass(frozen=True)
 class Rows:
     """A row-wise function for the self-test: each row's result must not depend on the other rows."""
 
@@ -89,6 +103,7 @@ class Op:
         golden: Cases of the golden bits.
         self_test: Function that yields the tests of `alignkit doctor`.
         samples: Function that returns the generators of random calls, each with its weight in the fuzzer.
+        trials: Operation -> the run by which the self-test compares its kernels.
     """
 
     folder: str
@@ -98,6 +113,7 @@ class Op:
     custom: tuple[Custom, ...] = ()
     golden: tuple[Golden, ...] = ()
     self_test: Callable[[Normal], Iterator[Rows | Check]] = lambda normal: iter(())
+    trials: Mapping[str, Trial] = field(default_factory=dict)
 
 
 def fake_like(x: torch.Tensor, *_) -> torch.Tensor:

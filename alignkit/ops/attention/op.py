@@ -12,7 +12,7 @@ from ...errors import InputError
 from ...runtime.dispatch import Kernel, one_per_backend
 from ...runtime.families import CUDA, of_type
 from ..inputs import Inputs, Normal
-from ..record import Check, Golden, Op
+from ..record import Check, Golden, Op, Trial
 from ..self_test import difference
 from ..words import Words, dense
 from . import attention as packed_attention
@@ -173,6 +173,19 @@ def _samples():
     return SAMPLES
 
 
+def _trial(given: Inputs, p: Attention) -> list[torch.Tensor]:
+    (rows, heads, dim), kv_heads = p.q[0], p.k[0][1]
+    q = given.rough(rows, heads, dim, seed=1, low=-5)
+    starts = given.tensor([rows * i // p.seqs for i in range(p.seqs + 1)], torch.int32)
+    if not p.page:
+        k, v = (given.rough(rows, kv_heads, dim, seed=seed, low=-5) for seed in (2, 3))
+        return given.run(lambda q, k, v: packed_attention(q, k, v, starts), q, k, v, rough=True)
+    cache = [given.rough(p.seqs * p.pages, p.page, kv_heads, dim, seed=seed, low=-5) for seed in (2, 3)]
+    table = given.tensor(list(range(p.seqs * p.pages))).reshape(p.seqs, p.pages).flip(1).int()
+    lengths = given.tensor([p.page * p.pages - 3 - i for i in range(p.seqs)], torch.int32)
+    return [paged_attention(q, *cache, table, starts, lengths)]
+
+
 def _self_test(normal):
     yield Check(
         "attention", "sequences alone, reordered, padded, paged in chunks, paged one by one", lambda: _sequences(normal)
@@ -196,4 +209,23 @@ OP = Op(
     golden=(Golden(attention), Golden(long_attention, slow=True), Golden(rounding_attention, slow=True)),
     self_test=_self_test,
     samples=_samples,
+    trials={
+        **dict.fromkeys(
+            ("attention", "attention_backward"),
+            Trial(
+                _trial,
+                {
+                    "": tuple(f"rows=14 heads=2 kv_heads=1 head_dim=8 seqs=2 dtype={t}" for t in ("bf16", "fp32")),
+                    "cuda": ("rows=700 heads=4 kv_heads=2 head_dim=64 seqs=2",),
+                },
+            ),
+        ),
+        "paged_attention": Trial(
+            _trial,
+            {
+                "": ("rows=6 heads=2 kv_heads=1 head_dim=8 seqs=2 page=8 pages=3",),
+                "cuda": ("rows=60 heads=4 kv_heads=2 head_dim=64 seqs=2 page=16 pages=40",),
+            },
+        ),
+    },
 )

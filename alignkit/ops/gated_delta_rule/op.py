@@ -8,7 +8,7 @@ from ...runtime import families
 from ...runtime.dispatch import Kernel
 from ...runtime.families import CUDA, REFERENCE, TRITON
 from ..inputs import Inputs, Normal
-from ..record import Check, Golden, Op
+from ..record import Check, Golden, Op, Trial
 from ..self_test import difference
 from ..words import Words
 from . import chunk_gated_delta_rule_bwd_dhu, reference
@@ -113,4 +113,5 @@ OP = Op(
     golden=(Golden(gated_delta_rule),),
     self_test=_self_test,
     samples=_samples,
+    trials={"gated_delta_rule": Trial(lambda given, _: gated_delta_rule(given), {"cuda": ("dtype=bf16",)})},
 )

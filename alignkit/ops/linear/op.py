@@ -6,12 +6,12 @@ import torch
 
 from ...contract import k_leaves
 from ...errors import InputError
-from ...runtime.dispatch import Kernel
+from ...runtime.dispatch import Kernel, select
 from ...runtime.families import CUDA, NATIVE, REFERENCE, TRITON
 from .._common import DTYPES, WITH_FP16, check_like, check_tensor, check_weight, require, require_tensors
 from ..groups import group_of
 from ..inputs import Inputs
-from ..record import ROWS, WIDTH, Custom, Golden, Op, Rows, fake_like
+from ..record import ROWS, WIDTH, Custom, Golden, Op, Rows, Trial, fake_like
 from ..words import Words, dense
 from . import cpu, linear, matmul, reference, row_parallel_linear
 from .problem import Product
@@ -124,6 +124,19 @@ def subnormal_linears(given: Inputs) -> list[torch.Tensor]:
     return given.run(row_parallel_linear, x, w, rough=True) + given.run(linear, tiny, ones, rough=True)
 
 
+def _trial(given: Inputs, p: Product) -> list[torch.Tensor]:
+    a, b = given.rough(p.m, p.k, seed=1), given.rough(p.n, p.k, seed=2)
+    bias = None if p.bias is None else given.rough(p.n, seed=3)
+    return [matmul(a, b, leaves=p.leaves, bias=bias, out_dtype=p.out[2])]
+
+
+def _trial_of_resume(given: Inputs, _) -> list[torch.Tensor]:
+    out = given.rough(9, 20, seed=1, dtype=torch.float32)
+    a, b = given.rough(9, 96, seed=2), given.rough(20, 96, seed=3)
+    select("linear_resume", out.device).resume(a, b, out)
+    return [out]
+
+
 def _self_test(normal):
     x, weight, bias = normal(0, ROWS, WIDTH), normal(2, 96, WIDTH), normal(3, 96)
     yield Rows("linear", lambda x: linear(x, weight, bias), [x])
@@ -181,4 +194,22 @@ OP = Op(
     golden=(Golden(linears, modelled=True), Golden(rounding_linears, modelled=True), Golden(subnormal_linears)),
     self_test=_self_test,
     samples=_samples,
+    trials={
+        "linear": Trial(
+            _trial,
+            {
+                "": ("rows=9 k=96 n=20 leaves=2 bias=yes", "rows=9 k=96 n=20 dtype=fp32 out_dtype=fp32"),
+                "tree": ("rows=40 k=1024 n=512 leaves=8 bias=yes", "rows=200 k=2048 n=512 leaves=8 out_dtype=fp32"),
+                "few": ("rows=20 k=64 n=16896 out_dtype=fp32",),
+                "narrow": ("rows=20 k=2064 n=72 bias=yes",),
+                "cublaslt": ("rows=200 k=512 n=256 bias=yes",),
+                "hopper": (  # a chain, split tiles, whole tiles
+                    "rows=300 k=512 n=512 bias=yes",
+                    "rows=300 k=4096 n=256 leaves=8",
+                    "rows=300 k=1024 n=512 leaves=8 out_dtype=fp32",
+                ),
+            },
+        ),
+        "linear_resume": Trial(_trial_of_resume),
+    },
 )

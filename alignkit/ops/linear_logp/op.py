@@ -8,7 +8,7 @@ from ...runtime.dispatch import Kernel, one_per_backend
 from ...runtime.families import CUDA
 from ...runtime.operands import Operand
 from ..inputs import Inputs, Normal
-from ..record import ROWS, VOCAB, WIDTH, Check, Golden, Op, Rows
+from ..record import ROWS, VOCAB, WIDTH, Check, Golden, Op, Rows, Trial
 from ..self_test import difference
 from ..words import Words, dense
 from . import cpu, head_logits, linear_logp, log_softmax, logp_from_logits, reference, token_logp
@@ -113,6 +113,14 @@ def _samples():
     return SAMPLES
 
 
+def _trial(given: Inputs, p: Head | HeadGradient | HeadProducts | None) -> list[torch.Tensor]:
+    rows, width, ids = (9, 16, 200) if p is None else (*p.hidden[0], p.weight[0][0])
+    hidden, weight = given.rough(rows, width, seed=1, low=-4), given.rough(ids, width, seed=2, low=-4)
+    target = given.integers(rows, seed=3, below=ids)
+    options = {"temperature": 0.7, "keep_logits": isinstance(p, Head) and p.products is not None}
+    return given.run(lambda h, w: linear_logp(h, w, target, return_entropy=True, **options), hidden, weight, rough=True)
+
+
 def _self_test(normal):
     head, x, target = normal(5, VOCAB, WIDTH), normal(0, ROWS, WIDTH), normal.integers(6, ROWS, below=VOCAB)
     yield Rows("linear_logp", lambda x, t: linear_logp(x, head, t, temperature=0.7, return_entropy=True), [x, target])
@@ -124,6 +132,8 @@ def _self_test(normal):
 
 
 _EACH = one_per_backend(_triton, cpu, reference)
+_SMALL = {"": ("rows=9 ids=200 k=16", "rows=9 ids=200 k=16 dtype=fp32")}
+"""Problems of the trials on a CPU."""
 OP = Op(
     "linear_logp",
     kernels={
@@ -136,4 +146,12 @@ OP = Op(
     golden=(Golden(head), Golden(rounding_head), Golden(large_head, slow=True)),
     self_test=_self_test,
     samples=_samples,
+    trials={
+        "linear_logp": Trial(_trial),
+        "head_statistics": Trial(
+            _trial, _SMALL | {"cuda": ("rows=260 ids=300 k=64", "rows=260 ids=300 k=64 keep_logits=yes")}
+        ),
+        "head_gradient": Trial(_trial, _SMALL | {"cuda": ("rows=260 ids=300 k=64",)}),
+        "head_products": Trial(_trial, _SMALL | {"cuda": ("rows=260 ids=300 k=64",)}),
+    },
 )

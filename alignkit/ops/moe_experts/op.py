@@ -12,7 +12,7 @@ from ...runtime.families import CUDA, NATIVE, REFERENCE, TRITON
 from .._common import require_tensors
 from ..groups import group_of
 from ..inputs import Inputs, Normal
-from ..record import EXPERTS, ROWS, WIDTH, Custom, Golden, Op, Rows, fake_like
+from ..record import EXPERTS, ROWS, WIDTH, Custom, Golden, Op, Rows, Trial, fake_like
 from ..words import Words, dense
 from . import cpu, moe_experts, reference
 from .problem import Grouped, Ids
@@ -161,6 +161,25 @@ def _samples():
     return SAMPLES
 
 
+def _trial(given: Inputs, p: Grouped | Ids | RowsProblem | None) -> list[torch.Tensor]:
+    tokens, top_k, count, h, features = 12, 2, 4, 32, 32  # of moe_weigh
+    if isinstance(p, Ids):
+        tokens, count = p.count // 2, p.experts
+    elif isinstance(p, RowsProblem):
+        (tokens, h), top_k = p.out[0], p.top_k
+    elif p is not None:
+        tokens, top_k, count, matrix = p.pairs, 1, p.experts, p.b if p.out is None or len(p.out[0]) < 3 else None
+        n, k = p.out[0][1:] if matrix is None else matrix[0]  # pyright: ignore[reportOptionalSubscript]
+        h, features = (k, n // 2) if p.gathered else (n, k)
+    x, gate_up = given.rough(tokens, h, seed=1, low=-4), given.rough(count, 2 * features, h, seed=2, low=-4)
+    down, weights = (
+        given.rough(count, h, features, seed=3, low=-4),
+        given.rough(tokens, top_k, seed=4, dtype=torch.float32),
+    )
+    ids = (given.integers(tokens, 1, seed=5, below=count) + given.tensor(list(range(top_k)))) % count
+    return given.run(lambda x, w, g, d: moe_experts(x, ids, w, g, d), x, weights, gate_up, down, rough=True)
+
+
 def _self_test(normal):
     from .. import moe_router
 
@@ -211,4 +230,34 @@ OP = Op(
     golden=(Golden(mixtures), Golden(rounding_mixtures)),
     self_test=_self_test,
     samples=_samples,
+    trials={
+        "moe_products": Trial(
+            _trial,
+            {
+                "": ("rows=9 k=32 n=16 experts=3 leaves=2",),
+                "many": ("rows=130 k=128 n=64 experts=2 leaves=8",),
+                "few": ("rows=20 k=128 n=64 experts=4 leaves=8",),
+                "grouped": ("rows=40 k=128 n=64 experts=4 leaves=8",),
+            },
+        ),
+        "moe_gated": Trial(
+            _trial,
+            {
+                "": ("rows=9 k=16 n=32 experts=3",),
+                "many": ("rows=200 k=64 n=64 experts=2",),
+                "grouped": ("rows=40 k=64 n=64 experts=4",),
+            },
+        ),
+        "moe_gradients": Trial(
+            _trial,
+            {
+                "": ("rows=9 k=16 n=32 experts=3",),
+                "many": ("rows=100 k=64 n=64 experts=2",),
+                "grouped": ("rows=40 k=64 n=64 experts=4",),
+            },
+        ),
+        "moe_pairs": Trial(_trial, {"": ("rows=12 top_k=2 experts=5",), "many": ("rows=1100 top_k=2 experts=8",)}),
+        "moe_combine": Trial(_trial, {"": ("rows=12 h=64 top_k=2", "rows=12 h=64 top_k=2 dtype=fp32")}),
+        "moe_weigh": Trial(_trial),
+    },
 )

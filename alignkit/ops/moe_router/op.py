@@ -6,7 +6,8 @@ import torch
 
 from ...runtime.dispatch import one_per_backend
 from .._common import require_tensors
-from ..record import EXPERTS, ROWS, Custom, Op, Rows
+from ..inputs import Inputs
+from ..record import EXPERTS, ROWS, Custom, Op, Rows, Trial
 from . import check, cpu, moe_router, reference, route
 
 
@@ -25,6 +26,16 @@ def _moe_router(logits, top_k, score, normalize, bias, groups, top_groups, scale
 def _fake_router(logits, top_k, *_):
     shape = (*logits.shape[:-1], top_k)
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _trial(given: Inputs, _) -> list[torch.Tensor]:
+    z, bias = given.rough(9, 12, seed=1, dtype=torch.float32, high=2), given.rough(12, seed=2, dtype=torch.float32)
+    limited = {"score": "sigmoid", "bias": bias, "groups": 4, "top_groups": 2, "scale": 2.5}
+    found = []
+    for options in ({}, {"normalize": False}, limited):
+        found += given.run(lambda z, options=options: moe_router(z, 3, **options)[0], z, rough=True)
+        found.append(moe_router(z, 3, **options)[1])
+    return found
 
 
 def _self_test(normal):
@@ -50,4 +61,5 @@ OP = Op(
     ),
     self_test=_self_test,
     samples=_samples,
+    trials={"moe_router": Trial(_trial)},
 )

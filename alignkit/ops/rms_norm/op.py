@@ -10,7 +10,7 @@ from ...runtime.dispatch import Kernel, one_per_backend
 from ...runtime.families import CUDA
 from .._common import require_tensors
 from ..inputs import Inputs
-from ..record import ROWS, WIDTH, Custom, Golden, Op, Rows, fake_like
+from ..record import ROWS, WIDTH, Custom, Golden, Op, Rows, Trial, fake_like
 from ..words import Words, dense
 from . import check, cpu, forward, reference, rms_norm
 from .problem import Norm
@@ -81,6 +81,15 @@ def _samples():
     return SAMPLES
 
 
+def _trial(given: Inputs, p: Norm | None) -> list[torch.Tensor]:
+    rows, h = (9, 40) if p is None else p.tensors[0][0]
+    x, weight = given.rough(rows, h, seed=1), given.rough(h, seed=2)
+    if p is not None:
+        return given.run(lambda x, w: rms_norm(x, w, 1e-6), x, weight, rough=True)
+    residual = given.rough(rows, h, seed=3)
+    return given.run(lambda x, w, r: rms_norm(x, w, 1e-6, r), x, weight, residual, rough=True)
+
+
 def _self_test(normal):
     x, residual, weight = normal(0, ROWS, WIDTH), normal(1, ROWS, WIDTH), normal(4, WIDTH)
     yield Rows("rms_norm", lambda x: rms_norm(x, weight, 1e-6), [x])
@@ -107,4 +116,11 @@ OP = Op(
     golden=(Golden(norms), Golden(rounding_norms)),
     self_test=_self_test,
     samples=_samples,
+    trials={
+        "rms_norm": Trial(_trial, {"": ("rows=9 h=40", "rows=9 h=40 dtype=fp32"), "cuda": ("rows=9 h=2056",)}),
+        "add_rms_norm": Trial(_trial),
+        "rms_norm_backward": Trial(
+            _trial, {"": ("rows=40 h=40", "rows=40 h=40 dtype=fp32"), "cuda": ("rows=40 h=256",)}
+        ),
+    },
 )

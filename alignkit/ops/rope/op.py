@@ -9,7 +9,7 @@ from ...runtime import dispatch
 from ...runtime.dispatch import one_per_backend
 from .._common import checks_values, require, require_tensors, unit
 from ..inputs import Inputs
-from ..record import ROWS, WIDTH, Custom, Golden, Op, Rows, fake_like
+from ..record import ROWS, WIDTH, Custom, Golden, Op, Rows, Trial, fake_like
 from . import check, cpu, reference, rope, rope_table
 
 
@@ -64,6 +64,11 @@ def scaled_tables(given: Inputs) -> list[torch.Tensor]:
     return [rope_table(64, 3000, 1e4, given.device, scaling) for scaling in (llama3, *yarns)]
 
 
+def _trial(given: Inputs, _) -> list[torch.Tensor]:
+    x, positions = given.rough(9, 3, 64, seed=1), given.integers(9, seed=2, below=500)
+    return given.run(lambda x: rope(x, positions, rope_table(64, 500, 1e6, x.device)), x, rough=True)
+
+
 def _self_test(normal):
     table = rope_table(64, 512, 10000.0, normal.device)
     x, positions = normal(0, ROWS, WIDTH), normal.integers(6, ROWS, below=512)
@@ -89,4 +94,5 @@ OP = Op(
     golden=(Golden(elementwise), Golden(rounding_elementwise), Golden(scaled_tables)),
     self_test=_self_test,
     samples=_samples,
+    trials={"rope": Trial(_trial)},
 )

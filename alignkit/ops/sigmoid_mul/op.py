@@ -6,7 +6,8 @@ import torch
 
 from ...runtime.dispatch import one_per_backend
 from .._common import require_tensors
-from ..record import EXPERTS, ROWS, WIDTH, Custom, Op, Rows, fake_like
+from ..inputs import Inputs
+from ..record import EXPERTS, ROWS, WIDTH, Custom, Op, Rows, Trial, fake_like
 from . import check, cpu, forward, reference, sigmoid_mul
 
 
@@ -20,6 +21,11 @@ def _custom(gate, x):
     require_tensors(gate=gate, x=x)
     check(gate, x)
     return forward(gate, x)
+
+
+def _trial(given: Inputs, _) -> list[torch.Tensor]:
+    gate = given.rough(9, 1, seed=1, dtype=torch.float32, high=3)
+    return given.run(sigmoid_mul, gate, given.rough(9, 70, seed=2), rough=True)
 
 
 def _self_test(normal):
@@ -39,4 +45,5 @@ OP = Op(
     custom=(Custom("sigmoid_mul(Tensor gate, Tensor x) -> Tensor", _custom, lambda gate, x: fake_like(x)),),
     self_test=_self_test,
     samples=_samples,
+    trials={"sigmoid_mul": Trial(_trial)},
 )
