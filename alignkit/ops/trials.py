@@ -33,14 +33,13 @@ def compare(device: torch.device, backend: str) -> str | None:
             expected: dict[Case, list[torch.Tensor] | None] = {}
             for kernel in others:
                 for case in cases(record, op, kernel):
-                    if case not in expected:
-                        try:
-                            expected[case] = _run(record, op, last, case, device, backend)
-                        except Exception as e:  # e.g. a compiler failure
-                            return f"{op}: the kernel {last.name} raised {type(e).__name__}: {e}"
-                        if expected[case] is None:
-                            return f"{op}: the trial {case[0]!r} does not call the operation"
-                    why = _failure(record, op, kernel, case, device, backend, expected[case])
+                    try:
+                        want = expected[case] = expected.get(case) or _run(record, op, last, case, device, backend)
+                    except Exception as e:  # e.g. a compiler failure
+                        return f"{op}: the kernel {last.name} raised {type(e).__name__}: {e}"
+                    if want is None:
+                        return f"{op}: the trial {case[0]!r} does not call the operation"
+                    why = _failure(record, op, kernel, case, device, backend, want)
                     if why is not None:
                         prover.pass_over(op, kernel.name, kernel.backend, why)
                         break

@@ -1,7 +1,9 @@
 """Trials of the self-test: every kernel has problems that it accepts, and a kernel that fails is passed over."""
 
+import dataclasses
 import os
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from alignkit import ops
 from alignkit.ops import golden, trials
 from alignkit.ops.inputs import Inputs
+from alignkit.ops.record import Trial
 from alignkit.ops.registry import RECORDS
 from alignkit.runtime import dispatch, families, prover, validated
 from alignkit.testing import assert_bitwise_equal
@@ -86,7 +89,7 @@ def test_forced_launchers_are_not_cached(monkeypatch):
     assert launches == ["fast", "fast", "slow", "fast"]
 
 
-def broken(how: str):
+def broken(how: str) -> Any:
     """Return a module in place of silu_mul's C++ kernel."""
     from alignkit.ops.silu_mul import cpu
 
@@ -137,7 +140,7 @@ def test_op_whose_last_kernel_fails_is_rejected(passed_over, monkeypatch):
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="replaces a trial of the CPU")
 def test_trial_that_does_not_call_the_operation_is_rejected(passed_over, monkeypatch):
     record = next(record for record in RECORDS if record.folder == "silu_mul")
-    idle = trials.Trial(lambda given, _: [given.rough(3, seed=1)])
-    monkeypatch.setattr(trials, "RECORDS", [type(record)(**{**vars(record), "trials": {"silu_mul": idle}})])
+    idle = Trial(lambda given, _: [given.rough(3, seed=1)])
+    monkeypatch.setattr(trials, "RECORDS", [dataclasses.replace(record, trials={"silu_mul": idle})])
     with validated.unchecked():
         assert trials.compare(torch.device("cpu"), "cpu") == "silu_mul: the trial '' does not call the operation"
