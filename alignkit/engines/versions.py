@@ -6,11 +6,12 @@ lists what a new row needs.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from alignkit.engines.hook_points import HookPoint, unresolved
+from alignkit.engines.hook_points import HookPoint, declared, unresolved
 from alignkit.errors import UnsupportedError
 
 Facts = TypeVar("Facts")
@@ -22,11 +23,12 @@ Facts = TypeVar("Facts")
 class Row(Generic[Facts]):
     """Row of one version.
 
-    hook_points: names that the engine must have. runs: facts of a supported version that the adapter reads, or None if
-    the version is listed but not supported, because alignkit has not been run on it.
+    features: features of the version, separated by spaces: the values of `when` in the adapter's declarations of hook
+    points. runs: facts of a supported version that the adapter reads, or None if the version is listed but not
+    supported, because alignkit has not been run on it.
     """
 
-    hook_points: tuple[HookPoint, ...]
+    features: str
     runs: Facts | None = None
 
 
@@ -34,13 +36,32 @@ class Row(Generic[Facts]):
 class Versions(Generic[Facts]):
     """Table of an engine's versions.
 
-    engine: name for messages. rows: keyed by a full version (0.19.2), or by a minor one (0.26) for all its patches.
+    engine: name for messages. package: the engine's package, and adapter: the adapter's folder, which declares the hook
+    points. rows: keyed by a full version (0.19.2), or by a minor one (0.26) for all its patches.
+    more: hook points of all versions that are not declared.
     """
 
     engine: str
+    package: str
+    adapter: Path
     rows: dict[str, Row[Facts]]
+    more: tuple[HookPoint, ...] = ()
     _verified: set[tuple[Path, str]] = field(default_factory=set, init=False, repr=False, compare=False)
     """Package directories and versions already verified in this process."""
+
+    @functools.cached_property
+    def declared(self) -> dict[str, list[HookPoint]]:
+        """Hook points by feature ("" for all versions)."""
+        found = declared(self.adapter, self.package)
+        if unknown := found.keys() - {"", *(feature for row in self.rows.values() for feature in row.features.split())}:
+            raise ValueError(f"when: must be a feature of a version in the table, got {', '.join(sorted(unknown))}")
+        return found
+
+    def hook_points(self, version: str) -> list[HookPoint]:
+        """Return the names that a known `version` of the engine must have."""
+        features = self.rows[self.known(version) or version].features.split()
+        found = [hook_point for feature in ("", *features) for hook_point in self.declared.get(feature, ())]
+        return [*found, *self.more]
 
     def known(self, version: str) -> str | None:
         """Return the row key of a full `version`, or None. The local suffix after `+` (0.19.2+9d061af) is ignored."""
@@ -57,7 +78,7 @@ class Versions(Generic[Facts]):
 
     def unresolved(self, root: Path, version: str) -> list[str]:
         """Return the hook points of a known `version` that the package at `root` lacks, each with the reason."""
-        return unresolved(root, self.rows[self.known(version) or version].hook_points)
+        return unresolved(root, self.hook_points(version))
 
     def require_hook_points(self, root: Path, version: str) -> None:
         """Raise UnsupportedError naming the hook points of a known `version` that the package at `root` lacks."""

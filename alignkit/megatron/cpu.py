@@ -1,7 +1,7 @@
 """CPU substitutes for the CUDA calls of Megatron-core, so that it runs on a machine without a GPU. No numerics.
 
-`alignkit check`, `alignkit bisect`, the tests and the examples enter `cpu_host`. hook_points.py lists the replaced
-names too. Megatron-core uses CUDA unconditionally in these places:
+`alignkit check`, `alignkit bisect`, the tests and the examples enter `cpu_host`. Megatron-core uses CUDA
+unconditionally in these places:
 
 - the current device, for allocations; the current stream, in DDP; synchronization, before a distributed checkpoint
 - the device's random state, around dropout and recomputation
@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from alignkit.engines.hook_points import relies_on
 
 
 @contextlib.contextmanager
@@ -39,6 +41,9 @@ class _Torch:
         return torch.zeros(*size, device="cpu", **options)
 
 
+@relies_on("tensor_parallel/random.py:CudaRNGStatesTracker", members="fork")
+@relies_on("tensor_parallel/random.py:_get_cuda_rng_state")
+@relies_on("tensor_parallel/random.py:_set_cuda_rng_state")
 @contextlib.contextmanager
 def cpu_host() -> Iterator[None]:
     """Let Megatron-core allocate on the CPU, with dropout from torch's CPU generator.

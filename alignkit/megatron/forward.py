@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from alignkit.dist import TP, check_same_across
+from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.runtime import dispatch
 
@@ -26,6 +27,7 @@ BUILDING = ("__init__", "__new__")
 """Constructors, which other code may wrap: the models they build are checked anyway."""
 
 
+@replaces("models/gpt/gpt_model.py:GPTModel.__init__", "config vocab_size")
 def init(patch: Patch, stock):
     """Return GPTModel.__init__ that also patches the model it has built."""
 
@@ -37,6 +39,9 @@ def init(patch: Patch, stock):
     return aligned
 
 
+@replaces(
+    "models/hybrid/hybrid_model.py:HybridModel.__init__", "config hybrid_layer_pattern rotary_base", when="hybrid"
+)
 def init_hybrid(patch: Patch, stock):
     """Return HybridModel.__init__ that also checks and patches the model.
 
@@ -133,6 +138,8 @@ def _end(patch: Patch, model, hidden_states, call: dict[str, Any], stock: Callab
     return result
 
 
+@relies_on("models/gpt/gpt_model.py:GPTModel.forward", mentions="_preprocess _postprocess")
+@replaces("models/gpt/gpt_model.py:GPTModel._preprocess", "input_ids position_ids inference_context packed_seq_params")
 def preprocess(patch: Patch, stock):
     """Return GPTModel._preprocess that begins with the checks of a forward.
 
@@ -149,6 +156,7 @@ def preprocess(patch: Patch, stock):
     return aligned
 
 
+@replaces("models/gpt/gpt_model.py:GPTModel._postprocess", "hidden_states labels")
 def postprocess(patch: Patch, stock):
     """Return GPTModel._postprocess, the last call of GPTModel.forward, with alignkit's loss and logprobs."""
     signature = inspect.signature(stock)
@@ -161,6 +169,15 @@ def postprocess(patch: Patch, stock):
     return aligned
 
 
+@replaces(
+    "models/hybrid/hybrid_model.py:HybridModel.forward",
+    """
+    input_ids position_ids attention_mask decoder_input labels inference_context inference_params
+    runtime_gather_output packed_seq_params padding_mask
+    """,
+    mentions="embedding get_rotary_seq_len decoder output_layer shared_embedding_or_output_weight",
+    when="hybrid",
+)
 def hybrid(patch: Patch, stock):
     """Return HybridModel.forward with the checks of a forward and alignkit's loss and logprobs.
 
@@ -213,6 +230,11 @@ SCHEDULES = ("forward_backward_pipelining_with_interleaving", "forward_backward_
 """Megatron's pipeline schedules."""
 
 
+@replaces("pipeline_parallel/schedules.py:forward_backward_pipelining_with_interleaving", "model pg_collection")
+@replaces("pipeline_parallel/schedules.py:forward_backward_pipelining_without_interleaving", "model pg_collection")
+@relies_on(
+    "pipeline_parallel/schedules.py:get_forward_backward_func", mentions="forward_backward_pipelining_with_interleaving"
+)
 def schedule(patch: Patch, stock):
     """Return a pipeline schedule that begins with a collective check of all stages.
 

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 from alignkit import ops
 from alignkit.dist import TP
+from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import AlignkitError, InputError, UnsupportedError
 
 from . import calls, models, modules, state
@@ -101,6 +102,14 @@ def logprobs(
         record.request = None
 
 
+@relies_on(
+    "models/gpt/gpt_model.py:GPTModel.forward", "output_processor output_processor_context", when="output_processor"
+)
+@relies_on(
+    "models/gpt/gpt_model.py:GPTModel._postprocess",
+    "output_processor output_processor_context",
+    when="output_processor",
+)
 def output_processor(
     *,
     hidden_states: torch.Tensor,
@@ -226,6 +235,14 @@ class VocabParallelCrossEntropy:
             )
         return sizes.pop()
 
+    @replaces("tensor_parallel/cross_entropy.py:vocab_parallel_cross_entropy", "tp_group", when="cross_entropy_group")
+    @replaces(
+        "tensor_parallel/cross_entropy.py:vocab_parallel_cross_entropy", "vocab_parallel_logits target label_smoothing"
+    )
+    @replaces(
+        "tensor_parallel/cross_entropy.py:_VocabParallelCrossEntropy.forward",
+        "vocab_parallel_logits target label_smoothing",
+    )
     def apply(self, logits, target, label_smoothing=0.0, tp_group=None) -> torch.Tensor:
         """Return the loss fp32 ``[...]`` of target ``[...]`` from the output layer's fp32 logits ``[..., V / tp]``."""
         from megatron.core.parallel_state import get_tensor_model_parallel_group
@@ -257,10 +274,16 @@ class VocabParallelCrossEntropy:
 class FusedCrossEntropy(VocabParallelCrossEntropy):
     """Replacement behind ``fused_vocab_parallel_cross_entropy``, which has no label smoothing."""
 
+    @replaces(
+        "fusions/fused_cross_entropy.py:_VocabParallelCrossEntropy.forward", "vocab_parallel_logits target tp_group"
+    )
     def apply(self, logits, target, tp_group=None) -> torch.Tensor:
         return super().apply(logits, target, tp_group=tp_group)
 
 
+@replaces(
+    "models/common/language_module/language_module.py:LanguageModule.compute_language_model_loss", "labels logits"
+)
 def language_model_loss(model, labels, logits) -> torch.Tensor:
     """Return the aligned loss ``[b, s]``, in place of ``LanguageModule.compute_language_model_loss``.
 

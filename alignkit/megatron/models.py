@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
+from alignkit.engines.hook_points import relies_on
 from alignkit.errors import InputError
 
+relies_on("models/hybrid/hybrid_block.py:HybridStackSubmodules", mentions="attention_layer mlp_layer", when="hybrid")
 hybrid_block: Any
 hybrid_model: Any
 try:

@@ -26,6 +26,7 @@ from torch.nn.modules import module as torch_module
 from alignkit import ops
 from alignkit.contract.rope import Scaling, yarn_attention_factor
 from alignkit.dist import CP, TP, check_same_across
+from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
 
 from . import calls, hooks, moe
@@ -59,6 +60,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):
     agreed = True
     """The ranks agreed on model and inputs at the start of the forward, so they agree on the inputs of this layer."""
 
+    @replaces(accepts="input weight")
     def _forward_impl(self, input, weight, bias=None, **_):
         return ops.linear(
             input,
@@ -78,6 +80,7 @@ class OutputLayer(ColumnParallelLinear):
     out_dtype = torch.float32
     agreed = False  # frameworks also call it outside of a forward
 
+    @replaces("tensor_parallel/layers.py:ColumnParallelLinear.forward", "input_ weight")
     def forward(self, input_, weight=None, *args, compute: Callable | None = None, **kwargs):
         """Return logits, like stock, or ``compute(input_, weight)``.
 
@@ -97,6 +100,7 @@ class RowParallelLinear(layers.RowParallelLinear):
 
     op = "row_parallel_linear"
 
+    @replaces()
     def forward(self, input_):
         out = ops.row_parallel_linear(
             input_, self.weight, tp=TP(self.tp_group, agreed=True), sequence_parallel=self.sequence_parallel
@@ -114,6 +118,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return self.weight if weight_only else ops.rms_norm(x, self.weight, self.eps)
 
     @classmethod
+    @replaces("transformer/torch_norm.py:WrappedTorchNorm.__new__")
     def build(cls, config, hidden_size, eps=1e-5, **_) -> RMSNorm:
         """Return the norm for ``WrappedTorchNorm(config, hidden_size, eps)`` while the patch is active."""
         if config.normalization != "RMSNorm":
@@ -131,6 +136,7 @@ class MLP(mlp.MLP):
 
     op = "silu_mul"
 
+    @replaces()
     def forward(self, hidden_states, per_token_scale=None, **_):
         if per_token_scale is not None:
             raise UnsupportedError("per_token_scale: must be None for an MLP outside of a MoELayer")
@@ -142,6 +148,7 @@ class RotaryEmbedding(rotary_pos_embedding.RotaryEmbedding):
 
     op = "rope_table"
 
+    @replaces()
     def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
         return _rotations(self, offset).table(max_seq_len)
 
@@ -151,6 +158,7 @@ class YarnRotaryEmbedding(yarn_rotary_pos_embedding.YarnRotaryEmbedding):
 
     op = "rope_table"
 
+    @replaces()
     def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
         rotations = _rotations(self, offset)
         return rotations.table(max_seq_len), rotations.scaling.attention_factor
@@ -183,6 +191,8 @@ def context_parallel(config, group) -> CP:
     return CP(parallel_state.get_context_parallel_group() if group is None else group)
 
 
+@relies_on("transformer/attention.py:apply_rotary_pos_emb")
+@replaces("models/common/embeddings/rope_utils.py:apply_rotary_pos_emb")
 def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, **_):
     """Apply ``ops.rope`` to t ``[s, b, h, d]``, or packed ``[t, h, d]`` with `cu_seqlens`.
 
@@ -217,6 +227,18 @@ class SelfAttention(attention.SelfAttention):
 
     op = "qk_norm_rope, rope"
 
+    @replaces(
+        "transformer/attention.py:Attention.forward",
+        "hidden_states attention_mask rotary_pos_emb packed_seq_params",
+        mentions="""
+            get_query_key_value_tensors apply_rotary_pos_emb checkpoint_core_attention training attn_mask_type
+            _checkpointed_attention_forward core_attention linear_proj
+        """,
+    )
+    @relies_on(
+        "transformer/attention.py:Attention._checkpointed_attention_forward",
+        "query key value attention_mask attn_mask_type attention_bias packed_seq_params",
+    )
     def forward(self, hidden_states, attention_mask, *, rotary_pos_emb=None, packed_seq_params=None, **unsupported):
         for name, value in unsupported.items():
             if value is not None:
@@ -242,6 +264,13 @@ class SelfAttention(attention.SelfAttention):
         )
         return self.linear_proj(out if packed_seq_params is None else out.reshape(len(out), 1, -1))
 
+    @replaces(
+        "transformer/attention.py:SelfAttention.get_query_key_value_tensors",
+        mentions="""
+            linear_qkv hidden_size_per_attention_head num_query_groups_per_partition num_attention_heads_per_partition
+            q_layernorm k_layernorm
+        """,
+    )
     def _projected(self, hidden_states):
         """Return queries ``[s, b, heads, d]``, keys and values ``[s, b, kv_heads, d]``: q, k, v of each KV head."""
         qkv, _ = self.linear_qkv(hidden_states)
@@ -290,6 +319,7 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
 
     op = "attention"
 
+    @replaces()
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
@@ -307,6 +337,7 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
         )
 
     @staticmethod
+    @replaces("transformer/dot_product_attention.py:DotProductAttention.__init__", "config pg_collection")
     def build(stock: Callable) -> Callable:
         """Return ``DotProductAttention.__init__`` that accepts context parallelism, which stock rejects."""
 
@@ -373,6 +404,16 @@ class DecoderBlock(torch.nn.Module):
     input_tensor: Any
     pre_process: bool
 
+    @replaces(
+        "transformer/transformer_block.py:TransformerBlock.forward",
+        "hidden_states attention_mask attention_bias inference_context packed_seq_params",
+    )
+    @replaces(
+        "models/hybrid/hybrid_block.py:HybridStack.forward",
+        "hidden_states attention_mask rotary_pos_emb packed_seq_params padding_mask",
+        mentions="input_tensor layers final_norm",
+        when="hybrid",
+    )
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         groups = tp, _ = parallel_groups(self)
         name, record = stock_class(type(self)).__name__, states.of(self)
@@ -422,6 +463,7 @@ def expert_ranks(module) -> tuple[TP, ...]:
     return ()
 
 
+@replaces("fusions/fused_bias_dropout.py:get_bias_dropout_add")
 def residual_add(training: bool, fused: bool):
     """Return the residual addition in the model type, in place of ``get_bias_dropout_add``."""
 

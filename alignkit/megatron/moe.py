@@ -20,9 +20,19 @@ from megatron.core.transformer.moe import experts, moe_layer, router, shared_exp
 
 from alignkit import ops
 from alignkit.dist import TP
+from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
 
 
+@relies_on(
+    "transformer/moe/router.py:TopKRouter.routing",
+    "logits padding_mask",
+    mentions="topk_routing_with_score_function _apply_aux_loss _apply_expert_bias apply_z_loss",
+)
+@replaces(
+    "transformer/moe/moe_utils.py:topk_routing_with_score_function",
+    "logits topk use_pre_softmax num_groups group_topk scaling_factor expert_bias router_replay",
+)
 def topk_routing(
     logits,
     topk,
@@ -65,9 +75,11 @@ class TopKRouter(router.TopKRouter):
 
     op = "moe_router"
 
+    @replaces("transformer/moe/router.py:Router.gating")
     def gating(self, input):
         return ops.linear(input, self.weight, out_dtype=torch.float32)
 
+    @replaces()
     def _apply_expert_bias(self, routing_map, padding_mask=None):
         """Update the token counts like stock, without its torch.compile."""
         if self.enable_expert_bias and torch.is_grad_enabled():
@@ -117,6 +129,7 @@ class SequentialMLP(experts.SequentialMLP):
     op = "moe_experts"
     returns_weights = True
 
+    @relies_on("transformer/moe/experts.py:SequentialMLP.__init__", mentions="local_experts tp_group")
     def forward(self):
         return tuple(map(list, zip(*(expert() for expert in self.local_experts), strict=True)))
 
@@ -127,6 +140,7 @@ class TEGroupedMLP(experts.TEGroupedMLP):
     op = "moe_experts"
     returns_weights = True
 
+    @relies_on("transformer/moe/experts.py:TEGroupedMLP.__init__", mentions="linear_fc1 linear_fc2 tp_group")
     def forward(self):
         return self.linear_fc1(), self.linear_fc2()
 
@@ -136,6 +150,8 @@ class SharedExpertMLP(shared_experts.SharedExpertMLP):
 
     op = "silu_mul"
 
+    @replaces(mentions="gate_weight")
+    @relies_on("transformer/moe/shared_experts.py:SharedExpertMLP.__init__", mentions="use_shared_expert_gate")
     def forward(self, hidden_states):
         output, _ = self.linear_fc2(ops.silu_mul(self.linear_fc1(hidden_states)[0]))
         if not self.use_shared_expert_gate:
@@ -149,6 +165,10 @@ class MoELayer(moe_layer.MoELayer):
 
     op = "moe_experts"
 
+    @replaces(mentions="moe_layer_recompute attn_tp_group")
+    @relies_on(
+        "transformer/moe/moe_layer.py:BaseMoELayer.__init__", mentions="ep_group local_expert_indices use_shared_expert"
+    )
     def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
         if intermediate_tensors is not None:
             raise UnsupportedError("intermediate_tensors: must be None, because alignkit runs a MoELayer as a whole")
@@ -158,6 +178,11 @@ class MoELayer(moe_layer.MoELayer):
             return tensor_parallel.checkpoint(self.compute_layer, False, hidden_states, padding_mask), None
         return self.compute_layer(hidden_states, padding_mask), None
 
+    @relies_on("transformer/moe/moe_layer.py:MoELayer.route", "hidden_states padding_mask")
+    @relies_on(
+        "tensor_parallel/mappings.py:gather_from_sequence_parallel_region", "input_ tensor_parallel_output_grad group"
+    )
+    @relies_on("tensor_parallel/mappings.py:scatter_to_sequence_parallel_region", "input_ group")
     def compute_layer(self, hidden_states, padding_mask):
         """Return the layer's output, shared expert included."""
         weights, chosen = self.route(hidden_states, padding_mask)

@@ -12,6 +12,7 @@ import torch
 
 from alignkit.dist import symmetric
 from alignkit.engines import patch as engine_patch
+from alignkit.engines.hook_points import relies_on
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.runtime import dispatch
 from alignkit.runtime.ids import contract_id
@@ -177,6 +178,8 @@ class Patch(engine_patch.Patch):
         if models.hybrid_model is not None:
             self._install_hybrid(models.hybrid_model.HybridModel, models.hybrid_block)
 
+    @relies_on("models/hybrid/hybrid_block.py:TENorm", when="hybrid")
+    @relies_on("models/hybrid/hybrid_block.py:HybridStack", when="hybrid")
     def _install_hybrid(self, model: Any, block: Any) -> None:
         from megatron.core.extensions import transformer_engine
 

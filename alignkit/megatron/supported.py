@@ -15,6 +15,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 from alignkit.contract.rope import Llama3, Scaling, Yarn, plain, yarn_attention_factor
 from alignkit.dist import strict
+from alignkit.engines.hook_points import relies_on
 from alignkit.errors import BackendError, UnsupportedError
 from alignkit.runtime import dispatch
 from alignkit.runtime.families import on_host
@@ -157,6 +158,11 @@ def _base(rotary, head_dim: int) -> float:
     return base
 
 
+@relies_on(
+    "models/common/embeddings/yarn_rotary_pos_embedding.py:YarnRotaryEmbedding.__init__",
+    "scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim",
+    mentions="inv_freq_extra inv_freq_inter correction_range_round_to_int",
+)
 def _yarn(rotary, base: float, head_dim: int) -> Yarn:
     factor, mscales = rotary.scaling_factor, (rotary.mscale, rotary.mscale_all_dim)
     if None not in mscales and 0 in mscales and mscales != (1, 0):
@@ -176,6 +182,10 @@ def _yarn(rotary, base: float, head_dim: int) -> Yarn:
     )
 
 
+@relies_on(
+    "models/common/embeddings/rotary_pos_embedding.py:RotaryEmbedding.__init__",
+    "rope_scaling rope_scaling_factor seq_len_interpolation_factor",
+)
 def _llama3(rotary, base: float, head_dim: int, scaled: bool) -> Llama3 | None:
     """Return Llama 3.1's scaling, or None; Megatron stores only whether there is one.
 
@@ -274,6 +284,7 @@ def _is_expert_copy(config, of_model) -> bool:
     return type(config) is type(of_model) and all(a is b or a == b or (callable(a) and callable(b)) for a, b in pairs)
 
 
+@relies_on("transformer/moe/router.py:TopKRouter.__init__", mentions="topk score_function routing_type")
 def check_moe_layer(path: str, layer, for_forward: bool) -> None:
     """Raise UnsupportedError if a MoELayer does not match its configuration.
 

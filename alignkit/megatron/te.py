@@ -14,6 +14,7 @@ import torch
 
 from alignkit import ops
 from alignkit.dist import TP
+from alignkit.engines.hook_points import relies_on, replaces
 
 from . import modules
 
@@ -47,6 +48,7 @@ class ColumnParallelLinear(Replacement):
     op = "linear"
     required = _LINEAR | {"parallel_mode": "column"}
 
+    @replaces("extensions/transformer_engine.py:TELinear.forward")
     def forward(self, x):
         bias = self._parameters.get("bias")  # without one, the attribute is an empty tensor
         tp = TP(self.tp_group, agreed=True)
@@ -59,6 +61,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     op = "rms_norm, linear"
     required = ColumnParallelLinear.required | _NORM | {"normalization": "RMSNorm", "return_layernorm_output": False}
 
+    @replaces("extensions/transformer_engine.py:TELayerNormColumnParallelLinear.forward")
     def forward(self, x):
         return ColumnParallelLinear.forward(self, ops.rms_norm(x, self.layer_norm_weight, self.eps))
 
@@ -76,6 +79,7 @@ class RMSNorm(Replacement):
     op = "rms_norm"
     required = _NORM
 
+    @relies_on("extensions/transformer_engine.py:TENorm.__new__", "config hidden_size eps")
     def forward(self, x, weight_only: bool = False):
         return modules.RMSNorm.forward(self, x, weight_only)  # pyright: ignore[reportArgumentType]
 
@@ -90,6 +94,10 @@ class DotProductAttention(Replacement):
         """Process groups, like Megatron's own attention; only the context-parallel one is used."""
         return types.SimpleNamespace(cp=self.cp_group)
 
+    @replaces(
+        "extensions/transformer_engine.py:TEDotProductAttention.forward",
+        "query key value attention_mask attn_mask_type attention_bias packed_seq_params",
+    )
     def forward(self, *args, **kwargs):
         return modules.DotProductAttention.forward(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
@@ -118,6 +126,10 @@ class GroupedExpertLinear(Replacement):
 
 
 _MEGATRON = "megatron.core.extensions.transformer_engine"
+relies_on("extensions/transformer_engine.py:TEColumnParallelLinear")
+relies_on("extensions/transformer_engine.py:TERowParallelLinear")
+relies_on("extensions/transformer_engine.py:TEColumnParallelGroupedLinear")
+relies_on("extensions/transformer_engine.py:TERowParallelGroupedLinear")
 ROWS: dict[str, type[Replacement]] = {
     f"{_MEGATRON}.TELayerNormColumnParallelLinear": LayerNormColumnParallelLinear,
     f"{_MEGATRON}.TEColumnParallelLinear": ColumnParallelLinear,

@@ -1,15 +1,15 @@
 """Versions of Megatron-core, one row each; no other file depends on a version.
 
-A new row needs its hook points in `hook_points` and a run of tests/megatron with that version. docs/megatron.md lists
-the versions.
+A new row needs a run of tests/megatron with that version. docs/megatron.md lists the versions. The features of a row
+select hook points: "output_processor", "hybrid" (HybridModel), "cross_entropy_group" (the loss takes its group).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from alignkit.engines.versions import Row, Versions
-from alignkit.megatron.hook_points import COMMON, FROM_0_19, HOOK, HYBRID
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,12 @@ class Version:
 
 VERSIONS: Versions[Version] = Versions(
     "megatron-core",
+    "megatron.core",
+    Path(__file__).parent,
     {
-        "0.16.1": Row(COMMON, Version(hook=False)),
-        "0.17.1": Row(COMMON, Version(hook=False)),
-        "0.18.2": Row(COMMON + HOOK + HYBRID, Version(hook=True)),
-        "0.19.2": Row(COMMON + HOOK + FROM_0_19 + HYBRID, Version(hook=True)),
+        "0.16.1": Row("", Version(hook=False)),
+        "0.17.1": Row("", Version(hook=False)),
+        "0.18.2": Row("output_processor hybrid", Version(hook=True)),
+        "0.19.2": Row("output_processor hybrid cross_entropy_group", Version(hook=True)),
     },
 )

@@ -1,7 +1,7 @@
 """The attention backend for vLLM, which calls `ops.paged_attention`.
 
 vLLM calls the classes by the interface in its `v1/attention/backend.py`, and imports the backend by the name that
-`layers.aligned_layers` registers. `hook_points` lists the methods and arguments in use.
+`layers.aligned_layers` registers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
 from alignkit.ops.attention import PagedAttention, reserve
 from alignkit.vllm import versions
@@ -39,6 +40,13 @@ class AlignedAttentionMetadata(AttentionMetadata):
     attention: PagedAttention
 
 
+@relies_on("v1/attention/backend.py:AttentionMetadataBuilder", members="_cudagraph_support")
+@relies_on("v1/attention/backend.py:AttentionCGSupport", members="ALWAYS")
+@relies_on("v1/attention/backend.py:AttentionMetadataBuilder", "kv_cache_spec layer_names vllm_config device")
+@relies_on(
+    "v1/attention/backend.py:CommonAttentionMetadata",
+    members="num_actual_tokens query_start_loc seq_lens block_table_tensor causal",
+)
 class AlignedAttentionMetadataBuilder(AttentionMetadataBuilder[AlignedAttentionMetadata]):
     # The kernel's grid depends only on shapes. The kernel reads lengths and block ids on the device.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -46,6 +54,7 @@ class AlignedAttentionMetadataBuilder(AttentionMetadataBuilder[AlignedAttentionM
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
+    @replaces()
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> AlignedAttentionMetadata:
@@ -91,6 +100,23 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.longest = get_current_vllm_config().model_config.max_model_len
 
+    @replaces(
+        "v1/attention/backends/cpu_attn.py:CPUAttentionBackendImpl.do_kv_cache_update",
+        "key value kv_cache slot_mapping",
+        when="cpu",
+    )
+    @replaces(
+        "v1/attention/backends/triton_attn.py:TritonAttentionImpl.do_kv_cache_update",
+        "key value kv_cache slot_mapping",
+        when="cuda",
+    )
+    @relies_on("model_executor/layers/attention/attention.py:unified_kv_cache_update", "key value layer_name")
+    @relies_on("v1/attention/backends/utils.py:NULL_BLOCK_ID")
+    @relies_on(
+        "_custom_ops.py:reshape_and_cache_flash",
+        "key value key_cache value_cache slot_mapping kv_cache_dtype",
+        when="cuda",
+    )
     def do_kv_cache_update(
         self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
@@ -109,6 +135,7 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
         k_cache[block, offset] = key[: len(slots)]
         v_cache[block, offset] = value[: len(slots)]
 
+    @replaces(accepts="kv_cache attn_metadata output")
     def forward(
         self,
         layer,
@@ -134,6 +161,7 @@ class AlignedAttentionImpl(AttentionImpl[AlignedAttentionMetadata]):
         return output
 
 
+@relies_on("v1/attention/backend.py:AttentionBackend", members="get_builder_cls")
 class AlignedAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32]
     forward_includes_kv_cache_update: bool = False
@@ -151,6 +179,8 @@ class AlignedAttentionBackend(AttentionBackend):
         return AlignedAttentionMetadataBuilder
 
     @classmethod
+    @relies_on("v1/kv_cache_layout.py:KVCacheLayout", members="LBNHC", when="kv_cache_layouts")
+    @replaces(when="kv_cache_layouts")
     def supported_kv_cache_layouts(cls) -> tuple:
         """Return the supported layouts; vLLM calls this since 0.32."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -158,6 +188,7 @@ class AlignedAttentionBackend(AttentionBackend):
         return (KVCacheLayout.LBNHC,)
 
     @staticmethod
+    @replaces(when="kv_cache_shape")
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
@@ -165,6 +196,7 @@ class AlignedAttentionBackend(AttentionBackend):
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod
+    @replaces(when="kv_cache_shape")
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
         """Return the dimensions of the logical view in memory order; vLLM calls this until 0.26."""
         if include_num_layers_dimension:

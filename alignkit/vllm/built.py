@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from alignkit.convert import Architecture, read_architecture
+from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
 from alignkit.models import FAMILIES
 
 
+@relies_on("config/model.py:ModelConfig", members="hf_config_path")
 def architecture(model_config) -> Architecture:
     """Return the `Architecture` in the config.json that vLLM uses, in a folder or a Hugging Face Hub repository."""
     source = str(model_config.hf_config_path or model_config.model)

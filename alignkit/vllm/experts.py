@@ -2,8 +2,7 @@
 
 On each rank, `w13_weight` holds the gate rows of each expert, then its up rows; `w2_weight` holds the down projections.
 A rank has all features of some experts (expert parallelism), or some features of all experts. With data parallelism
-the ranks of all replicas share the experts, and each replica has its own batch. `hook_points` lists the vLLM
-attributes that every supported version must have.
+the ranks of all replicas share the experts, and each replica has its own batch.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
+from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
 from alignkit.ops import library
 from alignkit.vllm.parallel import DP_GROUP, EP_GROUP, TP_GROUP
@@ -45,9 +45,15 @@ class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
     def supports_eplb(self) -> bool:
         return False
 
+    @replaces("model_executor/layers/fused_moe/fused_moe_method_base.py:FusedMoEMethodBase.maybe_roundup_sizes")
     def maybe_roundup_sizes(self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config):
         return hidden_size, intermediate_size_per_partition
 
+    @replaces()
+    @relies_on(
+        "model_executor/layers/fused_moe/unquantized_fused_moe_method.py:UnquantizedFusedMoEMethod.create_weights",
+        "layer num_experts hidden_size intermediate_size_per_partition params_dtype",
+    )
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Keep the weights as loaded."""
 
@@ -57,6 +63,11 @@ class AlignedExpertsMethod(UnquantizedFusedMoEMethod):
         )
 
 
+@relies_on(
+    "model_executor/layers/fused_moe/runner/moe_runner.py:MoERunner.__init__",
+    "moe_config router routed_experts gate shared_experts routed_input_transform",
+    mentions="shared_expert_gate routed_output_transform routed_scaling_factor layer_name",
+)
 class AlignedMoERunner(MoERunner):
     """An MoE layer: the router, the routed experts, their sum over ranks, and the shared expert."""
 
@@ -74,6 +85,7 @@ class AlignedMoERunner(MoERunner):
         self._tp, self._ep = (group if size > 1 else "" for size in (ranks.tp_size, ranks.ep_size))
         self._rows = _row_group(ranks)
 
+    @replaces(accepts="hidden_states router_logits input_ids")
     def forward(self, hidden_states, router_logits, input_ids=None, shared_experts_input=None):
         if self.gate is not None:  # otherwise the model has called the gate
             router_logits, _ = self.gate(hidden_states)
@@ -126,6 +138,29 @@ def _row_group(ranks: Any) -> str:
     return EP_GROUP if ranks.dp_size * ranks.sp_size == max(ranks.tp_size, ranks.ep_size) else DP_GROUP
 
 
+@relies_on(
+    "model_executor/layers/fused_moe/routed_experts.py:RoutedExperts.__init__",
+    mentions="""
+        global_num_experts local_num_experts top_k renormalize scoring_func use_grouped_topk custom_routing_function
+        routed_scaling_factor e_score_correction_bias apply_router_weight_on_input swiglu_limit expert_map_manager
+        quant_method
+    """,
+)
+@relies_on(
+    "model_executor/layers/fused_moe/config.py:FusedMoEParallelConfig",
+    members="tp_size ep_size ep_rank dp_size sp_size pcp_size is_sequence_parallel enable_eplb",
+)
+@relies_on(
+    "model_executor/layers/fused_moe/config.py:FusedMoEConfig",
+    members="num_experts num_logical_experts activation has_bias is_lora_enabled",
+)
+@relies_on(
+    "model_executor/layers/fused_moe/config.py:FusedMoEConfig", members="skip_final_all_reduce", when="deferred_sum"
+)
+@relies_on(
+    "model_executor/layers/fused_moe/expert_map_manager.py:ExpertMapManager",
+    members="placement_strategy local_num_experts",
+)
 def _unsupported(runner: Any) -> Iterator[tuple[str, bool]]:
     """Yield (unsupported feature, whether the layer uses it)."""
     config, experts, router = runner.moe_config, runner.routed_experts, runner.router

@@ -9,22 +9,28 @@ import functools
 
 from vllm.v1.engine.input_processor import InputProcessor
 
+from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
 from alignkit.vllm import versions
 from alignkit.vllm.refuse import refuse_config, request_rejection
 from alignkit.vllm.worker_class import is_aligned
 
 
+@relies_on("exceptions.py:VLLMClientError", when="client_error")
 class RefusedRequest(UnsupportedError, versions.resolve(versions.installed().client_error)):
     """A rejected request. Its second base is vLLM's client error: the server returns the message of no other error."""
 
 
+@relies_on("v1/engine/llm_engine.py:InputProcessor")
+@relies_on("v1/engine/async_llm.py:InputProcessor")
 class AlignedInputProcessor(InputProcessor):
+    @replaces(accepts="vllm_config renderer")
     def __init__(self, vllm_config, *args, **kwargs) -> None:
         _require_aligned(vllm_config)  # every engine passes here, however its configuration was created
         refuse_config(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
+    @replaces(accepts="params supported_tasks")
     def _validate_params(self, params, *args, **kwargs):
         if (rejection := request_rejection(params, self.model_config.logprobs_mode)) is not None:
             raise RefusedRequest(rejection)

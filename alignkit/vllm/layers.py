@@ -44,6 +44,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from alignkit import ops
 from alignkit.contract.rope import Llama3, Scaling, Yarn
+from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
 from alignkit.ops import library
 from alignkit.vllm import versions
@@ -54,13 +55,16 @@ from alignkit.vllm.policy import VOCAB_SIZE
 
 
 class AlignedLinearMethod(UnquantizedLinearMethod):
+    @replaces()
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Keep the weight as loaded."""
 
+    @replaces()
     def apply(self, layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return library.linear(x, layer.weight, bias)
 
 
+@relies_on("model_executor/layers/vocab_parallel_embedding.py:UnquantizedEmbeddingMethod", members="tie_weights")
 class AlignedEmbeddingMethod(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Keep the weight as loaded."""
@@ -114,6 +118,7 @@ class AlignedQKVParallelLinear(_Linear, QKVParallelLinear):
     pass
 
 
+@relies_on("model_executor/layers/linear.py:RowParallelLinear", "input_is_parallel reduce_results disable_tp")
 class AlignedRowParallelLinear(_Linear, RowParallelLinear):
     """A row-parallel layer that returns complete sums.
 
@@ -125,6 +130,7 @@ class AlignedRowParallelLinear(_Linear, RowParallelLinear):
         super().__init__(*args, **kwargs)
         self._group = TP_GROUP if self.tp_size > 1 else ""
 
+    @replaces()
     def forward(self, input_):
         if not self.input_is_parallel:
             input_ = split_tensor_along_last_dim(input_, self.tp_size)[self.tp_rank]
@@ -151,10 +157,12 @@ class AlignedVocabParallelEmbedding(_Embedding, VocabParallelEmbedding):
     pass
 
 
+@relies_on("model_executor/layers/vocab_parallel_embedding.py:ParallelLMHead", members="tie_weights")
 class AlignedParallelLMHead(_Embedding, ParallelLMHead):
     pass
 
 
+@relies_on("model_executor/layers/layernorm.py:RMSNorm", "eps var_hidden_size has_weight")
 class AlignedRMSNorm(RMSNorm):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -215,12 +223,21 @@ class _Rotary:
         return (t.view(positions.shape[0], -1, self.head_size) for t in (query, key))
 
 
+@relies_on(
+    "model_executor/layers/rotary_embedding/base.py:RotaryEmbedding",
+    "head_size rotary_dim max_position_embeddings base is_neox_style init_cache",
+)
 class AlignedRotaryEmbedding(_Rotary, RotaryEmbedding):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._make_table(self.max_position_embeddings)
 
 
+@relies_on(
+    "model_executor/layers/rotary_embedding/llama3_rope.py:Llama3RotaryEmbedding.__init__",
+    "orig_max_position",
+    mentions="scaling_factor low_freq_factor high_freq_factor",
+)
 class AlignedLlama3RotaryEmbedding(_Rotary, Llama3RotaryEmbedding):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -228,6 +245,11 @@ class AlignedLlama3RotaryEmbedding(_Rotary, Llama3RotaryEmbedding):
         self._make_table(self.max_position_embeddings)
 
 
+@relies_on(
+    "model_executor/layers/rotary_embedding/yarn_scaling_rope.py:YaRNScalingRotaryEmbedding.__init__",
+    "scaling_factor truncate",
+    mentions="beta_fast beta_slow mscale truncate",
+)
 class AlignedYaRNScalingRotaryEmbedding(_Rotary, YaRNScalingRotaryEmbedding):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -242,6 +264,14 @@ class NormedAttention:
     The norm modules only hold the weights; their `forward` is not called.
     """
 
+    @replaces(
+        "model_executor/models/qwen3.py:Qwen3Attention.forward",
+        mentions="qkv_proj q_size kv_size q_norm k_norm rotary_emb attn o_proj",
+    )
+    @replaces(
+        "model_executor/models/qwen3_moe.py:Qwen3MoeAttention.forward",
+        mentions="qkv_proj q_size kv_size q_norm k_norm rotary_emb attn o_proj",
+    )
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
@@ -258,6 +288,9 @@ class AlignedQwen3MoeAttention(NormedAttention, qwen3_moe.Qwen3MoeAttention):
     pass
 
 
+@relies_on("model_executor/layers/logits_processor.py:LogitsProcessor", "scale logits_as_input soft_cap")
+@relies_on("model_executor/layers/logits_processor.py:LogitsProcessor._gather_logits", "logits")
+@relies_on("model_executor/layers/logits_processor.py:LogitsProcessor.forward", "skip_gather", when="sharded_logits")
 class AlignedLogitsProcessor(LogitsProcessor):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -286,11 +319,13 @@ class AlignedLogitsProcessor(LogitsProcessor):
             logits[..., self._vocab_size :] = float("-inf")
         return logits[..., : self.org_vocab_size]
 
+    @replaces(accepts="lm_head hidden_states")
     def get_top_tokens(self, *args, **kwargs):
         raise UnsupportedError(
             "LogitsProcessor.get_top_tokens: must not be called, because speculative decoding is not supported"
         )
 
+    @replaces(accepts="lm_head hidden_states", when="sharded_logits")
     def get_top_k_tokens(self, *args, **kwargs):
         raise UnsupportedError(
             "LogitsProcessor.get_top_k_tokens: must not be called, because speculative decoding is not supported"
@@ -327,6 +362,10 @@ MODEL_CLASSES = (qwen3.Qwen3Attention, qwen3_moe.Qwen3MoeAttention)
 """Classes that vLLM's registry cannot replace, because model files instantiate them by name."""
 
 
+@relies_on("model_executor/custom_op.py:PluggableLayer", members="__new__")
+@relies_on("model_executor/custom_op.py:CustomOp", members="__new__")
+@relies_on("v1/attention/backends/registry.py:AttentionBackendEnum", members="is_overridden clear_override")
+@relies_on("v1/attention/backends/registry.py:register_backend", "backend class_path")
 @contextmanager
 def aligned_layers(names: Collection[str] = ALIGNED.keys(), attention: bool = True) -> Iterator[None]:
     """Within the block, vLLM builds models from aligned classes. Models built outside of it do not change.

@@ -19,6 +19,7 @@ from torch.nn.modules import module as hooks
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+from alignkit.engines.hook_points import relies_on
 from alignkit.engines.patch import described
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.attention import AlignedAttentionImpl
@@ -51,6 +52,14 @@ _first_methods: dict[type, dict[str, Any]] = {}
 """Class -> its methods at the first check."""
 
 
+@relies_on("v1/worker/gpu_model_runner.py:GPUModelRunner", members="get_model", when="cuda")
+@relies_on("v1/worker/gpu/model_runner.py:GPUModelRunner", members="get_model", when="cuda")
+@relies_on(
+    "v1/worker/gpu/model_runner.py:GPUModelRunner.load_model",
+    mentions="sampler rejection_sampler prompt_logprobs_worker",
+    when="cuda",
+)
+@relies_on("config/compilation.py:CompilationConfig", members="static_forward_context")
 class Watch:
     """The checks of one worker's `runner`, created when its model has been loaded."""
 

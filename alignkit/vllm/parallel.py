@@ -11,6 +11,7 @@ from vllm.distributed import get_dp_group, get_ep_group, get_tp_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from alignkit.dist import TP
+from alignkit.engines.hook_points import relies_on
 from alignkit.errors import BackendError
 from alignkit.ops import library
 
@@ -30,6 +31,14 @@ class EngineTP(TP):
         self._coordinator = coordinator
         super().__init__(coordinator.device_group, agreed=True, label=label)  # vLLM makes the same calls on all ranks
 
+    @relies_on(
+        "distributed/device_communicators/base_device_communicator.py:DeviceCommunicatorBase.all_gather", "input_ dim"
+    )
+    @relies_on(
+        "distributed/device_communicators/cuda_communicator.py:CudaCommunicator.all_gather",
+        "input_ dim",
+        when="cuda_all_gather",
+    )
     def gather(self, t: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
             return t
@@ -47,6 +56,10 @@ class AcrossReplicas(EngineTP):
         super().__init__(coordinator, label)
         self._ranks_per_replica = self.size // get_dp_group().world_size  # these ranks split the rows of a replica
 
+    @relies_on("forward_context.py:DPMetadata", members="num_tokens_across_dp_cpu")
+    @relies_on("forward_context.py:ForwardContext", members="dp_metadata")
+    @relies_on("distributed/parallel_state.py:get_dp_group")
+    @relies_on("distributed/parallel_state.py:get_ep_group")
     def padded_rows(self, rows: int) -> int:
         """Return the largest number of rows of any rank, to which all ranks pad.
 

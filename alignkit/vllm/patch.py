@@ -18,6 +18,7 @@ from typing import Any
 
 from alignkit.config import Config
 from alignkit.engines import patch as engine_patch
+from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.policy import fusions
 from alignkit.vllm.refuse import refuse_config
@@ -121,6 +122,15 @@ def worker_status(llm) -> list[dict] | Awaitable[list[dict]]:
     return ask()
 
 
+@relies_on("engine/arg_utils.py:EngineArgs", members="create_engine_config")
+@relies_on("config/parallel.py:ParallelConfig", members="worker_cls")
+@relies_on("config/vllm.py:VllmConfig", members="attention_config additional_config")
+@relies_on("config/compilation.py:CompilationConfig", members="pass_config")
+@relies_on("config/compilation.py:PassConfig", members="fuse_allreduce_rms fuse_norm_quant fuse_act_quant")
+@relies_on("config/compilation.py:PassConfig", members="enable_sp fuse_gemm_comms", when="opt_in_passes")
+@relies_on("config/attention.py:AttentionConfig", members="backend")
+@relies_on("v1/attention/backends/registry.py:AttentionBackendEnum", members="CPU_ATTN", when="cpu")
+@relies_on("v1/attention/backends/registry.py:AttentionBackendEnum", members="CUSTOM", when="cuda")
 def _aligned_config(create_engine_config):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

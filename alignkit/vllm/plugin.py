@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 
 from alignkit.config import Config, config
+from alignkit.engines.hook_points import relies_on
 
 ENV = Config.vllm.name
 
 
+@relies_on("plugins/__init__.py:load_general_plugins")
 def register() -> None:
     """Patch vLLM if ALIGNKIT_VLLM is set, by the user or by `patch_vllm()` in a parent process.
 

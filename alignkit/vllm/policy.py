@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from alignkit import dist
+from alignkit.engines.hook_points import relies_on
 from alignkit.engines.policy import Policy, Row
 from alignkit.vllm.versions import Version
 
@@ -74,6 +75,26 @@ def _is_vocab_size(additional, model_config) -> bool:
     size = additional[VOCAB_SIZE]
     return type(size) is int and 0 < size <= model_config.get_vocab_size()
 
+
+relies_on(
+    "config/vllm.py:VllmConfig",
+    members="lora_config speculative_config kv_transfer_config offload_config diffusion_config",
+)
+relies_on("config/vllm.py:VllmConfig", members="watermark_config", when="watermarks")
+relies_on(
+    "config/parallel.py:ParallelConfig",
+    members="""
+        pipeline_parallel_size data_parallel_size decode_context_parallel_size prefill_context_parallel_size
+        enable_expert_parallel
+    """,
+)
+relies_on("config/parallel.py:ParallelConfig", members="enable_batch_sharded_sampling", when="sharded_logits")
+relies_on(
+    "config/compilation.py:CompilationConfig",
+    members="mode backend cudagraph_mode use_inductor_graph_partition inductor_passes cache_dir",
+)
+relies_on("config/compilation.py:CompilationMode", members="VLLM_COMPILE")
+relies_on("config/attention.py:AttentionConfig", members="backend_per_kind", when="backend_per_kind")
 
 ENGINE = Policy(
     # Parts with tables below, parts that affect only unsupported modules, and settings for loading, serving, logging

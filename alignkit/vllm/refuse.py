@@ -19,6 +19,7 @@ import torch
 from alignkit.contract import k_leaves
 from alignkit.contract.experts import ExpertTree
 from alignkit.convert import Architecture
+from alignkit.engines.hook_points import relies_on
 from alignkit.engines.policy import REQUIRED, Policy, Row, default, refusals
 from alignkit.errors import AlignkitError, UnsupportedError
 from alignkit.models import ARCHITECTURES, FAMILIES
@@ -36,6 +37,7 @@ _EXPERT_COUNTS = frozenset(("num_experts", "num_local_experts", "n_routed_expert
 """Fields of HF configurations that hold the number of experts."""
 
 
+@relies_on("config/parallel.py:ParallelConfig", members="use_ubatching enable_expert_parallel")
 def refuse_config(config) -> None:
     """Raise UnsupportedError with all settings of a `VllmConfig` that alignkit does not support."""
     asked, model = Asked(installed(), config), config.model_config

@@ -7,6 +7,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
 from alignkit import ops
+from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
 
 
@@ -17,12 +18,15 @@ class AlignedSampler(Sampler):
             self.topk_topp_sampler = ProcessedLogprobs(use_fp64_gumbel)
 
     @staticmethod
+    @replaces()
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
         """Return fp32 logprobs [T, V] of fp32 logits [T, V]."""
         require_fp32(logits)
         return ops.log_softmax(logits)
 
 
+@relies_on("v1/sample/ops/topk_topp_sampler.py:TopKTopPSampler.forward_cpu", "logits generators k p")
+@relies_on("v1/sample/ops/topk_topp_sampler.py:TopKTopPSampler.forward_native", "logits generators k p", when="cuda")
 class ProcessedLogprobs(torch.nn.Module):
     """The last sampling step for processed logprobs.
 

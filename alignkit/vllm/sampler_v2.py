@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.sample import logprob, prompt_logprob
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
+from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
 from alignkit.ops.linear_logp import token_logp
 from alignkit.vllm.sampler import require_fp32
@@ -48,12 +49,14 @@ def _rebind(function: Callable, **names: Any) -> Callable:
     return copy
 
 
+@replaces("v1/worker/gpu/sample/logprob.py:compute_token_logprobs")
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return fp32 logprobs [n, k] of integer token_ids [n, k] under fp32 logits [n, V]."""
     require_fp32(logits)
     return token_logp(logits, token_ids)
 
 
+@relies_on("v1/worker/gpu/sample/logprob.py:_ranks_kernel", "logits_ptr vocab_size BLOCK_SIZE")
 class _Ranks:
     """vLLM's Triton kernel for token ranks (one CTA per row), launched with larger blocks and more warps.
 
@@ -72,11 +75,24 @@ class _Ranks:
         kernel(*tensors, BLOCK_SIZE=max(BLOCK_SIZE, 16384), num_warps=16)
 
 
+relies_on(
+    "v1/worker/gpu/sample/logprob.py:compute_topk_logprobs",
+    "logits num_logprobs sampled_token_ids",
+    mentions="compute_token_logprobs _ranks_kernel",
+    when="topk_logprobs",
+)
+relies_on(
+    "v1/worker/gpu/sample/logprob.py:compute_topk_scores",
+    "logits num_logprobs sampled_token_ids",
+    mentions="compute_token_logprobs _ranks_kernel",
+    when="topk_scores",
+)
 _scores = {_SCORES: _rebind(getattr(logprob, _SCORES), compute_token_logprobs=token_logprobs, _ranks_kernel=_Ranks())}
 """Global name in vLLM's classes -> the rebound copy of the function."""
 
 
 class AlignedStates(SamplingStates):
+    @replaces()
     def apply_temperature(
         self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
     ) -> None:
@@ -88,11 +104,35 @@ class AlignedStates(SamplingStates):
         logits.div_(divisor.masked_fill(divisor == 0, 1)[:, None])  # 0 means greedy: no division
 
 
+@relies_on("v1/worker/gpu/sample/sampler.py:Sampler", members="sample")
+@relies_on("v1/worker/gpu/sample/sampler.py:Sampler.__call__", "logits input_batch")
+@relies_on("v1/worker/gpu/sample/sampler.py:compute_topk_logprobs", when="topk_logprobs")
+@relies_on("v1/worker/gpu/sample/sampler.py:compute_topk_scores", when="topk_scores")
+@relies_on("v1/worker/gpu/sample/sampler.py:Sampler.__call__", mentions="compute_topk_logprobs", when="topk_logprobs")
+@relies_on("v1/worker/gpu/sample/sampler.py:Sampler.__call__", mentions="compute_topk_scores", when="topk_scores")
 class AlignedSamplerV2(Sampler):
     __init__ = _rebind(Sampler.__init__, SamplingStates=AlignedStates)
     __call__ = _rebind(Sampler.__call__, **_scores)
 
 
+@relies_on(
+    "v1/worker/gpu/sample/prompt_logprob.py:PromptLogprobsWorker.compute_prompt_logprobs",
+    "logits_fn hidden_states input_batch",
+)
+@relies_on("v1/worker/gpu/sample/prompt_logprob.py:compute_prompt_logprobs_with_chunking", "prompt_token_ids logits_fn")
+@relies_on("v1/worker/gpu/sample/prompt_logprob.py:compute_topk_logprobs", when="topk_logprobs")
+@relies_on("v1/worker/gpu/sample/prompt_logprob.py:compute_topk_scores", when="topk_scores")
+@relies_on("v1/worker/gpu/sample/prompt_logprob.py:compute_token_logprobs", when="imported_scores")
+@relies_on(
+    "v1/worker/gpu/sample/prompt_logprob.py:compute_prompt_logprobs_with_chunking",
+    mentions="compute_topk_logprobs",
+    when="topk_logprobs",
+)
+@relies_on(
+    "v1/worker/gpu/sample/prompt_logprob.py:compute_prompt_logprobs_with_chunking",
+    mentions="compute_topk_scores",
+    when="topk_scores",
+)
 class AlignedPromptLogprobs(prompt_logprob.PromptLogprobsWorker):
     compute_prompt_logprobs = _rebind(
         prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs,

@@ -10,12 +10,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from alignkit.engines.hook_points import relies_on
 from alignkit.errors import BackendError, UnsupportedError
 from alignkit.vllm.patch import patch_vllm
 
 PROGRAM = "alignkit"
 
 
+@relies_on("entrypoints/cli/serve.py:ServeSubcommand", members="cmd validate subparser_init")
 def serve(arguments: Sequence[str]) -> None:
     """Run ``vllm serve ARGUMENTS`` with aligned engines; return when the server stops.
 

@@ -10,20 +10,13 @@ import functools
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from alignkit.engines.hook_points import HookPoint
 from alignkit.engines.versions import Row, Versions
+from alignkit.models import FAMILIES
 from alignkit.runtime import families
 from alignkit.runtime.families import Family
-from alignkit.vllm.hook_points import (
-    COMMON,
-    CPU,
-    CUDA,
-    FROM_0_24_TO_0_25,
-    FROM_0_24_TO_0_26,
-    FROM_0_25,
-    FROM_0_26,
-    FROM_0_32,
-)
 
 
 @dataclass(frozen=True)
@@ -67,14 +60,20 @@ _CUDA = Version(
 _BEFORE_0_26 = replace(_CUDA, scores="compute_topk_logprobs", replicas=False)
 """Versions whose data parallelism is untested on GPUs."""
 
+_CUDA_UNTIL_0_26 = "cuda opt_in_passes kv_cache_shape"
+_FROM_0_26 = "topk_scores backend_per_kind cuda_all_gather deferred_sum"
+_CPU_FROM_0_32 = f"{_FROM_0_26} cpu client_error imported_scores sharded_logits kv_cache_layouts watermarks"
+
 VERSIONS: Versions[Version] = Versions(
     "vLLM",
+    "vllm",
+    Path(__file__).parent,
     {
-        "0.24": Row(COMMON + CUDA + FROM_0_24_TO_0_25 + FROM_0_24_TO_0_26, _BEFORE_0_26),
-        "0.25": Row(COMMON + CUDA + FROM_0_24_TO_0_25 + FROM_0_24_TO_0_26 + FROM_0_25, _BEFORE_0_26),
-        "0.26": Row(COMMON + CUDA + FROM_0_24_TO_0_26 + FROM_0_25 + FROM_0_26, _CUDA),
+        "0.24": Row(f"{_CUDA_UNTIL_0_26} topk_logprobs", _BEFORE_0_26),
+        "0.25": Row(f"{_CUDA_UNTIL_0_26} topk_logprobs cuda_all_gather deferred_sum", _BEFORE_0_26),
+        "0.26": Row(f"{_CUDA_UNTIL_0_26} {_FROM_0_26}", _CUDA),
         "0.32": Row(
-            COMMON + CPU + FROM_0_25 + FROM_0_26 + FROM_0_32,
+            _CPU_FROM_0_32,
             Version(
                 family=families.CPU,
                 worker="vllm.v1.worker.cpu_worker:CPUWorker",
@@ -84,9 +83,22 @@ VERSIONS: Versions[Version] = Versions(
                 replicas=True,
             ),
         ),
-        "0.33": Row(COMMON + CPU + FROM_0_25 + FROM_0_26 + FROM_0_32),
+        "0.33": Row(_CPU_FROM_0_32),
     },
+    # Supported model classes, which consist of the parts that the adapter replaces.
+    tuple(HookPoint(f"model_executor/models/{family.file}", family.architecture) for family in FAMILIES.values()),
 )
+"""Features of a row select hook points:
+
+- "cuda", "cpu": the device; "opt_in_passes": compiler passes that move communication
+- "topk_logprobs", "topk_scores": the V2 runner's function for logprobs of token ids; "imported_scores": prompt logprobs
+  import it by name; "sharded_logits": logits can stay sharded up to the sampler
+- "kv_cache_shape", "kv_cache_layouts": the backend gives the shape and stride order of the KV cache, or its layouts
+- "cuda_all_gather": the communicator all-gathers with its own NCCL binding; "deferred_sum": an MoE layer may defer its
+  all-reduce
+- "backend_per_kind": an attention backend for each kind of layer; "watermarks": of requests; "client_error": errors
+  have classes
+"""
 
 
 @functools.cache

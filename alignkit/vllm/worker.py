@@ -15,6 +15,7 @@ from vllm.distributed import get_ep_group, get_tp_group
 from vllm.logger import init_logger
 
 from alignkit.dist import TP, symmetric
+from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
 from alignkit.runtime import dispatch
 from alignkit.runtime.families import on_host
@@ -30,6 +31,18 @@ from alignkit.vllm.warmup import warm_up
 logger = init_logger("vllm.alignkit")  # vLLM configures logging only for loggers below its own name
 
 
+@relies_on("v1/worker/cpu_worker.py:CPUWorker", members="init_device")
+@relies_on("v1/worker/gpu_worker.py:Worker", members="init_device", when="cuda")
+@relies_on(
+    "v1/worker/gpu_worker.py:Worker",
+    members="""
+        load_model execute_model execute_dummy_batch compile_or_warm_up_model reload_weights finish_weight_update
+        wake_up
+    """,
+)
+@relies_on("v1/worker/worker_base.py:WorkerBase.apply_model", "fn")
+@relies_on("v1/worker/gpu_model_runner.py:Sampler", when="cuda")
+@relies_on("config/vllm.py:VllmConfig", members="use_v2_model_runner")
 class AlignedWorker(resolve(installed().worker)):
     def init_device(self) -> None:
         refuse_config(self.vllm_config)
