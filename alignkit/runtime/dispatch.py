@@ -271,7 +271,7 @@ def prepare(op: str, problem: Any, cache: dict[Any, Callable]) -> Callable:
 def static_kernel(op: str, backend: str) -> ModuleType | None:
     """Return the module that computes every problem of `op`, or None if the choice depends on the problem."""
     kernel = kernels(op, backend)[0]
-    return None if kernel.rule else kernel.load()
+    return None if kernel.rule or kernel.prepare else kernel.load()
 
 
 def select(op: str, device: torch.device | str) -> ModuleType:
