@@ -25,6 +25,7 @@ from collections.abc import Callable
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -57,6 +58,19 @@ RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, COLS.value,
 """schedule: register layout of the accumulators, two warpgroups of m64n128k16."""
 
 
+# Names that Triton 3.6 to 3.9 spell differently.
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # renamed in 3.7
+_tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in 3.8
+_tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # renamed in 3.8
+
+
+@builtin
+def _reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """Return the descriptor of the same shared memory with another dtype, shape and layout."""
+    method = memory._reinterpret if hasattr(memory, "_reinterpret") else memory.reinterpret  # renamed in 3.9
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
 @gluon.jit
 def _corner(tile, M, N):
     """Return the first row and column of a tile; the last tiles are shifted to end at the matrix border."""
@@ -87,8 +101,8 @@ def _load_leaves(tile, first, last, it, descs, shared, sizes):
             stage = it % stages
             mbarrier.wait(empty.index(stage), ((it // stages) & 1) ^ 1)
             mbarrier.expect(full.index(stage), (ROWS + COLS) * STEP * 2)
-            tma.async_copy_global_to_shared(b_desc, [n, leaf, k], full.index(stage), b_smem.index(stage))
-            tma.async_copy_global_to_shared(a_desc, [m, leaf, k], full.index(stage), a_smem.index(stage))
+            _tma_load(b_desc, [n, leaf, k], full.index(stage), b_smem.index(stage))
+            _tma_load(a_desc, [m, leaf, k], full.index(stage), a_smem.index(stage))
             k += STEP
             it += 1
     return it
@@ -119,8 +133,8 @@ def _step(acc, it, ADDS: gl.constexpr, shared):
     stage = it % stages
     mbarrier.wait(full.index(stage), (it // stages) & 1)
     return warpgroup_mma(
-        a_smem.index(stage)._reinterpret(gl.bfloat16, [ROWS, STEP], OPERAND),
-        b_smem.index(stage)._reinterpret(gl.bfloat16, [COLS, STEP], OPERAND).permute((1, 0)),
+        _reinterpret(a_smem.index(stage), gl.bfloat16, [ROWS, STEP], OPERAND),
+        _reinterpret(b_smem.index(stage), gl.bfloat16, [COLS, STEP], OPERAND).permute((1, 0)),
         acc,
         use_acc=ADDS,
         is_async=True,
@@ -253,7 +267,7 @@ def _finish(acc, m, n, c_smem, c_desc, BIAS, N, HAS_BIAS: gl.constexpr):
     tma.store_wait(0)
     c_smem.store(acc.to(c_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(c_desc, [m, n], c_smem)
+    _tma_store(c_desc, [m, n], c_smem)
 
 
 @gluon.jit
@@ -275,7 +289,7 @@ def _flag_of(SUMS, slot, slots):
 def _publish(acc, SUMS, READY, slot, slots):
     """Store a piece's sums and set its flag, for the owner."""
     gl.store(_sums_of(SUMS, slot), acc)
-    gl.thread_barrier()
+    _barrier()
     gl.atomic_xchg(_flag_of(SUMS, slot, slots), READY, sem="release", scope="gpu")
 
 
@@ -394,7 +408,8 @@ def _matmul(
     # Swizzled: the eight rows that a warp writes at once are in different banks.
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     held = gl.allocate_shared_memory(gl.float32, [ROWS if LARGE else ROWS // 2, COLS], swizzled)
-    c_smem = held._reinterpret(c_desc.dtype, [ROWS, COLS], c_desc.layout)
+    TILES: gl.constexpr = 2 if LARGE and c_desc.dtype != gl.float32 else 1  # outputs that fit into the buffer
+    c_smem = _reinterpret(held, c_desc.dtype, [TILES, ROWS, COLS], c_desc.layout).index(0)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
