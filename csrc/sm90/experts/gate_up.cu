@@ -90,38 +90,15 @@ __device__ __forceinline__ float rounded(float v) { return __bfloat162float(__fl
 
 // Consumer warpgroup: multiplies 64 pairs of each tile and computes silu(gate) * up from the accumulators.
 __device__ __forceinline__ void compute_gated(GatedShared& sh, const GateUp& p) {
-  int group = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32, stage = 0, phase = 0;
-  bool second_group = group == 1, first = true;
-  uint64_t a0 = smem_descriptor<false>(sh.stage[0].a + group * kGroupRows * kStep),
-           b0 = smem_descriptor<false>(sh.stage[0].b);
-  int steps = (p.k + kStep - 1) / kStep;
+  Mainloop<false, false, 1, GatedShared> mainloop{sh};
+  int steps = (p.k + kStep - 1) / kStep, stage = 0, phase = 0;
+  bool first = true;
   float sums[128];
   Tile t;
   for (TileScheduler<> scheduler(sh.table, p.experts); scheduler.next(t);) {
-    if (first && second_group) named_barrier_sync(1, 256);
-    int previous = 0;
-#pragma unroll 1
-    for (int k = 0; k < steps; ++k) {
-      mbarrier_wait(&sh.full[stage], phase);
-      uint64_t a = a0 + stage * (kStageBytes >> 4), b = b0 + stage * (kStageBytes >> 4);
-      warpgroup_arrive();
-#pragma unroll
-      for (int j = 0; j < kStep / 16; ++j)
-        wgmma<false, false>(sums, a + j * kDescriptorStep<false>, b + j * kDescriptorStep<false>, k + j > 0);
-      warpgroup_commit();
-      if (first && !second_group && k == min(kStagger, steps) - 1) named_barrier_arrive(1, 256);
-      if (k > 0) {
-        warpgroup_wait<1>();
-        if (lane == 0) mbarrier_arrive(&sh.empty[previous]);
-      }
-      previous = stage;
-      advance<kStages>(stage, phase);
-    }
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(sums);
-    if (lane == 0) mbarrier_arrive(&sh.empty[previous]);
-    first = false;
-    Coords place(t.end, t.row + group * kGroupRows, 0);
+    auto next = mainloop.run(sums, steps, stage, phase, first);
+    stage = next.stage, phase = next.phase, first = false;
+    Coords place(t.end, t.row + mainloop.group * kGroupRows, 0);
 #pragma unroll
     for (int i = 0; i < 64; i += 16) {  // 32 features at a time
       float gate[16], up[16];

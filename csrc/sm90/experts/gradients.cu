@@ -133,44 +133,22 @@ __device__ __forceinline__ void load_operands(GradientsShared& sh, const CUtenso
 
 // Consumer warpgroup: multiplies 64 of n of each tile.
 __device__ __forceinline__ void compute_gradients(GradientsShared& sh, const Gradients& p) {
-  int group = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32, stage = 0, phase = 0;
-  bool second_group = group == 1, first = true;
-  uint64_t a0 = smem_descriptor<true>(sh.stage[0].a + group * kGroupRows * kStep),
-           b0 = smem_descriptor<true>(sh.stage[0].b);
+  Mainloop<true, true, 1, GradientsShared> mainloop{sh};
+  int stage = 0, phase = 0;
+  bool first = true;
   float sums[128];
   MatrixTile t;
   for (int tile = blockIdx.x; matrix_tile(p, tile, t); tile += gridDim.x) {
     int steps = (sh.table.pair[t.expert + 1] - sh.table.pair[t.expert] + kStep - 1) / kStep;
-    Coords place(p.n, t.row + group * kGroupRows, 0);
+    Coords place(p.n, t.row + mainloop.group * kGroupRows, 0);
     __nv_bfloat16* out = p.out + static_cast<int64_t>(t.expert) * p.n * p.k;
     if (steps == 0) {
       float zeros[128] = {};
       store_rows(zeros, place, out, p.k, p.k, t.column);
       continue;
     }
-    if (first && second_group) named_barrier_sync(1, 256);
-    int previous = 0;
-#pragma unroll 1
-    for (int k = 0; k < steps; ++k) {
-      mbarrier_wait(&sh.full[stage], phase);
-      uint64_t a = a0 + stage * (kStageBytes >> 4), b = b0 + stage * (kStageBytes >> 4);
-      warpgroup_arrive();
-#pragma unroll
-      for (int j = 0; j < kStep / 16; ++j)
-        wgmma<true, true>(sums, a + j * kDescriptorStep<true>, b + j * kDescriptorStep<true>, k + j > 0);
-      warpgroup_commit();
-      if (first && !second_group && k == min(kStagger, steps) - 1) named_barrier_arrive(1, 256);
-      if (k > 0) {
-        warpgroup_wait<1>();
-        if (lane == 0) mbarrier_arrive(&sh.empty[previous]);
-      }
-      previous = stage;
-      advance<kStages>(stage, phase);
-    }
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(sums);
-    if (lane == 0) mbarrier_arrive(&sh.empty[previous]);
-    first = false;
+    auto next = mainloop.run(sums, steps, stage, phase, first);
+    stage = next.stage, phase = next.phase, first = false;
     store_rows(sums, place, out, p.k, p.k, t.column);
   }
 }

@@ -226,52 +226,81 @@ struct FromZero {
   __device__ void prefetch(const Shape&, int, int) const {}
 };
 
-// Consumer warpgroup: mainloop and epilogue of all tiles.
-template <Layout kA, Layout kB, class Epilogue>
-__device__ void mma_tiles(Shared& sh, const Shape& s, const Epilogue& epilogue, int rank) {
-  constexpr bool a_transposed = kA == Layout::kTransposed, b_transposed = kB == Layout::kTransposed;
-  Tiles<kA> tiles(s);
+// Mainloop of a consumer warpgroup over the stages that a producer fills, for experts/ too. kCtas: the CTAs of a cluster,
+// whose producers wait until a stage is empty. Shared has `stage`, `full` and `empty`.
+template <bool kATransposed, bool kBTransposed, int kCtas, class Shared>
+struct Mainloop {
+  struct Position {
+    int stage, phase;
+  };
+
+  Shared& sh;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // shuffled: known to be warp-uniform
-  int stage = 0, phase = 0;
-  bool second = group == 1, first = true;
-  uint64_t a0 = smem_descriptor<a_transposed>(sh.stage[0].a + group * kGroupRows * kStep);
-  uint64_t b0 = smem_descriptor<b_transposed>(sh.stage[0].b);
-  float sums[128];
-  for (int i = tiles.first; i < tiles.tile_rows * tiles.tile_columns; i = tiles.next(s, i)) {
-    int row, column;
-    bool valid = tiles.at(i, row, column);
-    row += rank * kRows + group * kGroupRows;
-    if (!valid) {
-      epilogue.skip(s, row, column);
-      continue;
+  uint64_t a0 = smem_descriptor<kATransposed>(sh.stage[0].a + group * kGroupRows * kStep);
+  uint64_t b0 = smem_descriptor<kBTransposed>(sh.stage[0].b);
+
+  __device__ __forceinline__ void release(int stage) const {
+    if constexpr (kCtas == 1) {
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(&sh.empty[stage]);
+    } else {
+      if (threadIdx.x % 32 < kCtas) mbarrier_arrive(&sh.empty[stage], threadIdx.x % 32);
     }
-    auto state = epilogue.begin(s, sums, row, column);
-    if (Epilogue::kResumes) warpgroup_fence_operand(sums);
+  }
+
+  // Compute a tile's chains over `steps` steps of k, at least 1, from stage `stage` on, and return the next stage. The
+  // chains start from zero, or from `sums` if kResumes. `first`: the CTA's first tile, in which the groups stagger.
+  // The caller holds stage and phase in variables of their own, because members get other registers.
+  template <bool kResumes = false>
+  __device__ __forceinline__ Position run(float (&sums)[128], int steps, int stage, int phase, bool first) const {
+    bool second = group == 1;
+    if (kResumes) warpgroup_fence_operand(sums);
     if (kStagger && first && second) named_barrier_sync(1, 256);
     int previous = 0;
 #pragma unroll 1
-    for (int k = 0; k < tiles.steps; ++k) {
+    for (int k = 0; k < steps; ++k) {
       mbarrier_wait(&sh.full[stage], phase);
       uint64_t a = a0 + stage * (kStageBytes >> 4), b = b0 + stage * (kStageBytes >> 4);
       warpgroup_arrive();
 #pragma unroll
       for (int j = 0; j < kStep / 16; ++j)
-        wgmma<a_transposed, b_transposed>(sums, a + j * kDescriptorStep<a_transposed>,
-                                          b + j * kDescriptorStep<b_transposed>, Epilogue::kResumes || k + j > 0);
+        wgmma<kATransposed, kBTransposed>(sums, a + j * kDescriptorStep<kATransposed>,
+                                          b + j * kDescriptorStep<kBTransposed>, kResumes || k + j > 0);
       warpgroup_commit();
-      if (first && !second && k == min(kStagger, tiles.steps) - 1) named_barrier_arrive(1, 256);
+      if (first && !second && k == min(kStagger, steps) - 1) named_barrier_arrive(1, 256);
       if (k > 0) {
         warpgroup_wait<1>();
-        if (threadIdx.x % 32 < kClusterSize) mbarrier_arrive(&sh.empty[previous], threadIdx.x % 32);
+        release(previous);
       }
       previous = stage;
       advance<kStages>(stage, phase);
     }
     warpgroup_wait<0>();
     warpgroup_fence_operand(sums);
-    if (threadIdx.x % 32 < kClusterSize) mbarrier_arrive(&sh.empty[previous], threadIdx.x % 32);
+    release(previous);
+    return {stage, phase};
+  }
+};
+
+// Consumer warpgroup: mainloop and epilogue of all tiles.
+template <Layout kA, Layout kB, class Epilogue>
+__device__ void mma_tiles(Shared& sh, const Shape& s, const Epilogue& epilogue, int rank) {
+  Tiles<kA> tiles(s);
+  Mainloop<kA == Layout::kTransposed, kB == Layout::kTransposed, kClusterSize, Shared> mainloop{sh};
+  int group_row = mainloop.group * kGroupRows, phase = 0, stage = 0;
+  bool first = true;
+  float sums[128];
+  for (int i = tiles.first; i < tiles.tile_rows * tiles.tile_columns; i = tiles.next(s, i)) {
+    int row, column;
+    bool valid = tiles.at(i, row, column);
+    row += rank * kRows + group_row;
+    if (!valid) {
+      epilogue.skip(s, row, column);
+      continue;
+    }
+    auto state = epilogue.begin(s, sums, row, column);
+    auto next = mainloop.template run<Epilogue::kResumes>(sums, tiles.steps, stage, phase, first);
+    stage = next.stage, phase = next.phase, first = false;
     epilogue.run(s, sums, row, column, state);
-    first = false;
   }
 }
 
