@@ -88,7 +88,7 @@ screenshots: setup
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py alignkit/__init__.py alignkit/_sources.py requirements/*.txt $(wildcard csrc/*.h csrc/cpu/* csrc/sm90/*.* csrc/sm90/*/*)
+$(STAMP): pyproject.toml setup.py alignkit/__init__.py alignkit/_sources.py requirements/*.txt alignkit/runtime/kernels.h $(wildcard csrc/*.h csrc/cpu/* csrc/sm90/*.* csrc/sm90/*/*)
 	@test -n "$(PYTHON)" || { echo "alignkit needs Python 3.11 or 3.12 on the PATH (or: make PYTHON=...)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet torch==2.13.0

@@ -47,6 +47,7 @@ CPU = Extension(
     sources=sorted(glob("csrc/cpu/*.cpp")),
     # No contraction: the compiler must not fuse multiply-adds; the source calls fma explicitly.
     extra_compile_args=[
+        "-I.",
         "-O3",
         "-g0",
         "-std=c++17",
@@ -63,6 +64,7 @@ SM90 = Extension(
     "alignkit._sm90",
     sources=sorted(glob("csrc/sm90/**/*.cu", recursive=True)),
     extra_compile_args=[
+        "-I.",
         "-gencode=arch=compute_90a,code=sm_90a",
         "-O3",
         "-std=c++17",

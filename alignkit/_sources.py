@@ -23,6 +23,7 @@ def files(part: str) -> list[Path]:
     return [
         ROOT / "setup.py",
         ROOT / "csrc/interface.h",
+        ROOT / "alignkit/runtime/kernels.h",
         *sorted(file for file in (ROOT / "csrc" / part).rglob("*") if file.suffix in SUFFIXES),
     ]
 

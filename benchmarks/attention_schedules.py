@@ -38,6 +38,7 @@ from lib.stopwatch import Stopwatch
 
 from alignkit.ops.attention import _rows_view, cuda_backend
 from alignkit.ops.attention import triton_backend as kernels
+from alignkit.runtime import built
 
 DECODE = [(1, 1024), (1, 8192), (1, 32768), (4, 8192), (16, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 4096)]
 ODD = [Case(40, 30000, drawn=True), Case(40, 30000, 28, 4, 64, drawn=True)]
@@ -86,11 +87,11 @@ def decode_candidates(p: Decode, others: dict[str, ModuleType], choices: list[di
 
 def forward_of_build(path: Path) -> Callable:
     """Return `cuda_backend.forward` with the kernel of another library."""
-    library = ctypes.CDLL(str(path.resolve()))
+    library = built.Library(path.resolve())
 
-    def call(function: str, device: torch.device, arguments) -> None:
+    def call(function: str, device: torch.device, *arguments) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        if error := getattr(library, function)(arguments, stream):
+        if error := getattr(library, function)(*arguments, stream):
             raise RuntimeError(f"{path}: {function}: failed with cudaError_t {error}")
 
     def forward(*inputs):

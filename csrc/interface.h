@@ -1,7 +1,8 @@
-// Build identity and struct layouts that a kernel library exports. alignkit/runtime/built.py compares them with the
-// package's source hash and with the ctypes structs, and refuses a library that differs.
+// What a kernel library tells alignkit/runtime/built.py: the hash of its sources, its functions with their types, and
+// its structs with their fields. Python has no second list of parameters or fields.
 #pragma once
 #include <cstddef>
+#include <cstdint>
 
 #ifndef ALIGNKIT_SOURCES  // hash of the sources, defined by setup.py
 #define ALIGNKIT_SOURCES unknown
@@ -9,12 +10,48 @@
 #define ALIGNKIT_STRING_(x) #x
 #define ALIGNKIT_STRING(x) ALIGNKIT_STRING_(x)
 
+// Name of a type in `TYPES` of built.py, or of a struct that ALIGNKIT_STRUCT describes. Other types do not compile.
+template <class T> struct AlignkitType;
+#define ALIGNKIT_TYPE(type, name_) \
+    template <> struct AlignkitType<type> { static constexpr const char* name = name_; };
+ALIGNKIT_TYPE(void, "void")
+ALIGNKIT_TYPE(int, "int")
+ALIGNKIT_TYPE(int64_t, "int64")
+ALIGNKIT_TYPE(uint64_t, "uint64")
+ALIGNKIT_TYPE(float, "float")
+ALIGNKIT_TYPE(double, "double")
+ALIGNKIT_TYPE(const char*, "string")
+template <class T> struct AlignkitType<T*> { static constexpr const char* name = "pointer"; };
+template <class T> struct AlignkitType<T&> : AlignkitType<T*> {};
+template <class T, std::size_t n> struct AlignkitType<T[n]> : AlignkitType<T> {};  // the size tells the length
+
+struct AlignkitFunction {
+    const void* address;
+    const char* const* types;  // of the result and the parameters; null after the last
+};
+
+template <class R, class... A> struct AlignkitTypes {
+    AlignkitTypes(R (*)(A...)) {}
+    static constexpr const char* all[] = {AlignkitType<R>::name, AlignkitType<A>::name..., nullptr};
+};
+
+// ALIGNKIT_FUNCTION_AS(name, function): export NAME_function, the description of a function.
+#define ALIGNKIT_FUNCTION_AS(name, ...)                                                               \
+    extern "C" {                                                                                      \
+    extern const AlignkitFunction name##_function;                                                    \
+    const AlignkitFunction name##_function = {reinterpret_cast<const void*>(&__VA_ARGS__),            \
+                                              decltype(AlignkitTypes(&__VA_ARGS__))::all};            \
+    }
+#define ALIGNKIT_FUNCTION(name) ALIGNKIT_FUNCTION_AS(name, name)
+
 // Export the source hash. Used once per library, by the file identity.*
-#define ALIGNKIT_IDENTITY \
-    extern "C" const char* alignkit_sources() { return ALIGNKIT_STRING(ALIGNKIT_SOURCES); }
+#define ALIGNKIT_IDENTITY                                                                \
+    static const char* alignkit_sources() { return ALIGNKIT_STRING(ALIGNKIT_SOURCES); } \
+    ALIGNKIT_FUNCTION(alignkit_sources)
 
 struct AlignkitField {
     const char* name;  // null after the last field
+    const char* type;
     std::size_t offset, size;
 };
 
@@ -29,16 +66,17 @@ struct AlignkitField {
 #define ALIGNKIT_NEXT() ALIGNKIT_STEP
 #define ALIGNKIT_STEP(f, s, x, ...) f(s, x) __VA_OPT__(ALIGNKIT_NEXT ALIGNKIT_EMPTY()(f, s, __VA_ARGS__))
 #define ALIGNKIT_EACH(f, ...) ALIGNKIT_EVAL_0(ALIGNKIT_STEP(f, __VA_ARGS__))
-#define ALIGNKIT_FIELD(s, x) {#x, offsetof(s, x), sizeof(s::x)},
+#define ALIGNKIT_FIELD(s, x) {#x, AlignkitType<decltype(s::x)>::name, offsetof(s, x), sizeof(s::x)},
 
-// ALIGNKIT_LAYOUT(Struct, field...): export alignkit_layout_Struct, a null-terminated table of names, offsets and
-// sizes. Its first entry, named "", is the whole struct. Does not compile unless all fields are listed.
-#define ALIGNKIT_LAYOUT(s, ...)                                                            \
-    [[maybe_unused]] static void alignkit_all_fields_of_##s(const s& value) {              \
-        [[maybe_unused]] const auto& [__VA_ARGS__] = value;                                \
-    }                                                                                      \
-    extern "C" {                                                                           \
-    extern const AlignkitField alignkit_layout_##s[];                                      \
-    const AlignkitField alignkit_layout_##s[] = {                                          \
-        {"", 0, sizeof(s)}, ALIGNKIT_EACH(ALIGNKIT_FIELD, s, __VA_ARGS__){nullptr, 0, 0}}; \
+// ALIGNKIT_STRUCT(Struct, field...): export alignkit_struct_Struct, a null-terminated table of fields. Its first entry,
+// named "", is the whole struct. Does not compile unless all fields are listed.
+#define ALIGNKIT_STRUCT(s, ...)                                                                \
+    template <> struct AlignkitType<s> { static constexpr const char* name = #s; };            \
+    [[maybe_unused]] static void alignkit_all_fields_of_##s(const s& value) {                  \
+        [[maybe_unused]] const auto& [__VA_ARGS__] = value;                                    \
+    }                                                                                          \
+    extern "C" {                                                                               \
+    extern const AlignkitField alignkit_struct_##s[] __attribute__((weak)); /* in several files */ \
+    const AlignkitField alignkit_struct_##s[] = {                                              \
+        {"", "void", 0, sizeof(s)}, ALIGNKIT_EACH(ALIGNKIT_FIELD, s, __VA_ARGS__){nullptr, nullptr, 0, 0}}; \
     }

@@ -1,7 +1,6 @@
-"""The loaded C++ and CUDA libraries belong to this source tree: equal source hash, equal layout of structs.
+"""The loaded C++ and CUDA libraries belong to this source tree, and describe every function and struct.
 
-The tests load copies of the real libraries with changed bytes. `structs` must list every ctypes struct that is passed
-to the kernels.
+The tests load copies of the real libraries with changed bytes, and small libraries that they compile.
 """
 
 import ctypes
@@ -14,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from alignkit import BackendError, _sources, doctor
 from alignkit.runtime import built, cuda, dispatch, families, native
@@ -120,7 +120,8 @@ def test_source_hash_covers_every_source_and_setup_py(tmp_path, monkeypatch):
     (tmp_path / "csrc").mkdir()
     for part in PARTS:
         shutil.copytree(_sources.ROOT / "csrc" / part, tmp_path / "csrc" / part)
-    for file in ("setup.py", "csrc/interface.h"):
+    (tmp_path / "alignkit/runtime").mkdir(parents=True)
+    for file in ("setup.py", "csrc/interface.h", "alignkit/runtime/kernels.h"):
         shutil.copy(_sources.ROOT / file, tmp_path / file)
     before = {part: _sources.of(part) for part in PARTS}
     monkeypatch.setattr(_sources, "ROOT", tmp_path)
@@ -139,64 +140,104 @@ def test_source_hash_covers_every_source_and_setup_py(tmp_path, monkeypatch):
     assert _sources.of("cpu") != before["cpu"]
 
 
-def structs():
-    pytest.importorskip("triton")
-    from alignkit.ops.attention import cuda_backend as attention
-    from alignkit.ops.gated_delta_rule import cuda_backend as delta
-    from alignkit.ops.linear_logp import cuda_backend as head
-    from alignkit.ops.rms_norm import cuda_backend as norm
-
-    return {
-        "Attention": (native, native._Attention),
-        "Routing": (native, native._Routing),
-        "AlignkitInts": (cuda, attention._Ints),
-        "AlignkitHeads": (cuda, attention._Heads),
-        "AlignkitAttention": (cuda, attention.Arguments),
-        "AlignkitAttentionBackward": (cuda, attention.Gradients),
-        "AlignkitNormRows": (cuda, norm._Rows),
-        "AlignkitNorm": (cuda, norm._Norm),
-        "AlignkitNormGrad": (cuda, norm._NormGrad),
-        "AlignkitDelta": (cuda, delta._Delta),
-        "AlignkitHead": (cuda, head._Head),
-        "AlignkitHeadProducts": (cuda, head._Products),
-    }
+SMALL = """
+#include "csrc/interface.h"
+struct Inner { int64_t n; };
+ALIGNKIT_STRUCT(Inner, n)
+struct Outer { const void* p; int i, j; Inner inner; float x[3]; };
+ALIGNKIT_STRUCT(Outer, p, i, j, inner, x)
+static int sum(const Outer& o, uint64_t n, double d, const char* s) {
+    return int(*static_cast<const float*>(o.p) + o.i + o.j + o.inner.n + o.x[2] + n + d + s[0]);
+}
+ALIGNKIT_FUNCTION(sum)
+"""
 
 
-@pytest.mark.skipif(not cuda.LIBRARY.exists(), reason="the CUDA kernels are not built")
-def test_every_field_mismatch_with_a_c_struct_is_detected():
-    """Renamed, swapped, widened, missing and extra fields are detected in each struct passed to the kernels."""
-    for name, (module, struct) in structs().items():
-        library, fields = module.library(), struct._fields_
-        built.check_layout(library, name, struct)
-        last, kind = fields[-1]
-        wide = ctypes.c_int64 if ctypes.sizeof(kind) == 4 else ctypes.c_int
-        wrong = {
-            "renamed": [("other", fields[0][1]), *fields[1:]],
-            "widened": [*fields[:-1], (last, wide)],
-            "left out": fields[:-1],
-            "one more": [*fields, ("more", ctypes.c_void_p)],
-        }
-        for what, changed in wrong.items():
-            other = type("Other", (ctypes.Structure,), {"_fields_": changed})
-            with pytest.raises(  # noqa: PT012 - the second statement names the change that was not detected
-                BackendError, match=f"got another layout of the struct {name} "
-            ):
-                built.check_layout(library, name, other)
-                pytest.fail(f"{name}: the struct was accepted with a wrong field: {what}")
-    layout = {name: (field.offset, field.size) for name, field in ((f[0], getattr(struct, f[0])) for f in fields)}
-    assert layout["rounded"][1] == layout["add"][1]  # two fields of one type, swapped: only their names differ
-    swapped = [({"rounded": "add", "add": "rounded"}.get(f[0], f[0]), f[1]) for f in fields]
-    with pytest.raises(BackendError, match="AlignkitHeadProducts .*add at"):
-        cuda.mirrors("AlignkitHeadProducts")(type("Other", (ctypes.Structure,), {"_fields_": swapped}))
-    with pytest.raises(BackendError, match="^_sm90.so: must be of the same version .*without the struct NoSuch"):
-        cuda.mirrors("NoSuch")(struct)
+def compiled(text: str, folder: Path) -> built.Library:
+    """Return the library of a C++ text."""
+    library = folder / "small.so"
+    command = ["c++", "-std=c++17", "-shared", "-fPIC", f"-I{_sources.ROOT}", "-x", "c++", "-", "-o", library]
+    subprocess.run(command, input=text, text=True, check=True)
+    return built.Library(library)
 
 
-def test_every_ctypes_struct_is_compared():
+def test_library_describes_its_functions_and_structs(tmp_path):
+    lib = compiled(SMALL, tmp_path)
+    value = torch.tensor([100.0])
+    inner = lib.make("Inner", n=2**40)
+    outer = lib.make("Outer", p=value, i=1, j=2, inner=inner, x=(0, 0, 3))
+    outer.inner.n = 4
+    assert lib.sum(ctypes.byref(outer), 10, 0.5, b"\x01") == 100 + 1 + 2 + 4 + 3 + 10 + 1
+    assert inner.n == 2**40
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda lib, o: lib.sum(o, 1, 1.0), "sum: must have 4 arguments, got 3"),
+        (lambda lib, o: lib.sum(o, 1, 1.0, b"", 0), "sum: must have 4 arguments, got 5"),
+        (lambda lib, o: lib.sum(o, 1, o, b""), "argument 3"),
+        (lambda lib, o: lib.sum(o, 1.0, 1.0, b""), "argument 2"),
+        (lambda lib, o: lib.sum(o, torch.zeros(1), 1.0, b""), "argument 2"),
+        (lambda lib, o: lib.sum(4096, 1, 1.0, b""), "argument 1: TypeError: pointer: must be a tensor, None or"),
+        (lambda lib, o: lib.make("Inner"), "Inner: fields must be"),
+        (lambda lib, o: lib.make("Inner", n=1, m=1), "Inner: fields must be"),
+        (lambda lib, o: lib.make("Inner", n=1.5), "integer"),
+        (lambda lib, o: lib.make("Inner", n=torch.zeros(1)), "Inner.n: must be a number, got a tensor"),
+        (lambda lib, o: setattr(lib.make("Inner", n=1), "m", 1), "no attribute 'm'"),
+    ],
+)
+def test_wrong_arguments_and_fields_are_rejected(tmp_path, call, message):
+    lib = compiled(SMALL, tmp_path)
+    outer = lib.make("Outer", p=None, i=1, j=2, inner=lib.make("Inner", n=1), x=(0, 0, 3))
+    with pytest.raises((TypeError, AttributeError, ctypes.ArgumentError), match=message):
+        call(lib, ctypes.byref(outer))
+
+
+def test_unknown_functions_and_structs_are_rejected(tmp_path):
+    lib = compiled(SMALL, tmp_path)
+    for call in (lambda: lib.other, lambda: lib.struct("Other")):
+        with pytest.raises(BackendError, match="^small.so: must be of the same version .*without .*ther"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("int i, j;", "int i, j, k;"), ("int i, j;", "char i; int j;"), ("(sum)", "(other)"), ("double d", "short d")],
+)
+def test_incomplete_description_does_not_compile(tmp_path, before, after):
+    assert before in SMALL
+    with pytest.raises(subprocess.CalledProcessError):
+        compiled(SMALL.replace(before, after), tmp_path)
+
+
+def test_struct_with_a_layout_unlike_that_of_ctypes_is_rejected(tmp_path):
+    packed = SMALL.replace("struct Outer {", "struct __attribute__((packed)) Outer { float f;")
+    lib = compiled(packed.replace("(Outer, p", "(Outer, f, p"), tmp_path)
+    with pytest.raises(BackendError, match="^small.so: struct Outer must have the layout of ctypes"):
+        lib.struct("Outer")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_exported_function_is_described(part):
+    """The description is the only way to call a function, and its types load."""
+    if not PARTS[part].LIBRARY.exists():
+        pytest.skip(f"the kernels of {part} are not built")
+    lib = PARTS[part].library()
+    out = subprocess.run(["nm", "-D", "--defined-only", lib.path], capture_output=True, text=True, check=True).stdout
+    symbols = {line.split()[-1] for line in out.splitlines()}
+    described = {name.removesuffix("_function") for name in symbols if name.endswith("_function")}
+    structs = {name.removeprefix("alignkit_struct_") for name in symbols if name.startswith("alignkit_struct_")}
+    assert {name for name in symbols if name.startswith("alignkit_") and not name.endswith("_function")} <= (
+        described | {f"alignkit_struct_{name}" for name in structs}
+    )
+    assert all(callable(getattr(lib, name)) for name in described) and all(lib.struct(name) for name in structs)
+    assert "alignkit_sources" in described
+
+
+def test_ctypes_structs_of_the_libraries_are_not_written_by_hand():
     found = {name for file in PACKAGE.rglob("*.py") for name in _classes(file)}
-    compared = {struct.__name__ for _, struct in structs().values()}
-    assert compared <= found
-    assert found - compared == {"_Field", "_Suggestion"}  # the layout descriptor itself; a cuBLASLt struct
+    assert found == {"_Function", "_Field", "_Suggestion"}  # the descriptions themselves; a cuBLASLt struct
 
 
 def _classes(file: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 The marks are `contract:` (changes bits), `schedule:` (changes speed or memory), `hardware:` (a fact of the device) and
 `mirrors FILE:NAME` (equals a constant of another file). A mark stands in the comment or docstring. Files are parsed.
+Constants of kernels.h are read by both languages.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
-from alignkit.dist import symmetric
-from alignkit.runtime import native
+from alignkit.runtime.shared import KERNELS
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = (".py", ".cu", ".cuh", ".h", ".inl", ".cpp")
@@ -142,30 +142,22 @@ def source_value(file: str, name: str) -> object:
     return found
 
 
-ENUMS = {
-    ("csrc/cpu/prelude.h", "DType"): lambda: {
-        "F32": native.DTYPES[torch.float32],
-        "BF16": native.DTYPES[torch.bfloat16],
-        "F16": native.ROUNDED[torch.float16],
-    },
-    ("csrc/sm90/rank_sum/all_reduce.cu", "Form"): lambda: {
-        "kWhole": symmetric._WHOLE,
-        "kSlice": symmetric._SLICE,
-        "kShared": symmetric._SHARED,
-    },
-}
-"""C enums that Python mirrors: file and name -> enumerators and Python's values."""
+def test_shared_constants_are_those_of_the_header():
+    """The compiler reads kernels.h as shared.py does."""
+    header = ROOT / "alignkit/runtime/kernels.h"
+    assert len(KERNELS) == len(re.findall("=", re.sub("//.*", "", header.read_text())))
+    checks = "".join(f"static_assert(int({name}) == {value});" for name, value in KERNELS.items())
+    code = f'#include "{header}"\nnamespace alignkit {{ using enum Form; {checks} }}'
+    subprocess.run(["c++", "-std=c++20", "-fsyntax-only", "-x", "c++", "-"], input=code, text=True, check=True)
 
 
-@pytest.mark.parametrize(("file", "name"), ENUMS)
-def test_a_mirrored_enum_equals_its_source(file, name):
-    (body,) = re.findall(rf"enum (?:class )?{name}\b[^{{]*{{([^}}]*)}}", (ROOT / file).read_text())
-    values, following = {}, 0
-    for part in body.split(","):
-        enumerator, _, value = (word.strip() for word in part.partition("="))
-        values[enumerator] = following = int(value) if value else following
-        following += 1
-    assert values == ENUMS[file, name]()
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_shared_constant_is_read_by_both_languages(name):
+    texts = {path: path.read_text() for path in FILES if path.name != "kernels.h"}
+    assert name == "F16" or any(  # the last case of csrc/cpu
+        re.search(rf"\b{name}\b", text) for path, text in texts.items() if path.suffix != ".py"
+    )
+    assert any(f'"{name}"' in text for path, text in texts.items() if path.suffix == ".py")
 
 
 def test_every_mark_of_a_mirror_is_compared():
@@ -177,4 +169,4 @@ def test_every_mark_of_a_mirror_is_compared():
         if match["file"]
     }
     compared = {(match["file"], match["name"]) for c in MIRRORED for match in [MARK.search(c.text)]}
-    assert found == compared | ENUMS.keys()
+    assert found == compared

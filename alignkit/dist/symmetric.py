@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ..config import config
 from ..errors import BackendError, InputError
 from ..runtime import cuda, dispatch, families
+from ..runtime.shared import KERNELS
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Output dtypes of the kernel; `TP.sum_products` rounds to other dtypes after the sum."""
@@ -38,14 +39,12 @@ PIECE = 1 << 23
 
 A rank has buffers for two pieces, and for its share of one rounded piece.
 """
-BLOCKS = 64
-"""mirrors csrc/sm90/rank_sum/all_reduce.cu:kMaxBlocks: maximum CTAs of the kernel, one per SM."""
+BLOCKS = KERNELS["kSumMaxBlocks"]
+"""Maximum CTAs of the kernel, one per SM."""
 OVERLAP_BLOCKS = 24
 """schedule: CTAs of a sum that overlaps the next piece's GEMM, which leaves as many SMs free."""
-HEAD = 16384
-"""mirrors csrc/sm90/rank_sum/all_reduce.cu:kHeadBytes: bytes of signals at the start of a rank's memory."""
-ONE_BARRIER = 1 << 19
-"""mirrors csrc/sm90/rank_sum/all_reduce.cu:kMaxOneBarrier: maximum values of a one-barrier sum in a CUDA graph.
+HEAD, ONE_BARRIER = KERNELS["kSumHeadBytes"], KERNELS["kSumMaxOneBarrier"]
+"""Bytes of signals at the start of a rank's memory; maximum values of a one-barrier sum in a CUDA graph.
 
 Two buffers for such sums precede the buffers of pieces.
 """
@@ -57,8 +56,7 @@ extrapolated for 8.
 """
 _ROWS = 8
 """schedule: row granularity of pieces, a multiple of 8, so that each piece starts at a multiple of 16 bytes."""
-_WHOLE, _SLICE, _SHARED = range(3)
-"""mirrors csrc/sm90/rank_sum/all_reduce.cu:Form: one-shot all-reduce, reduce-scatter, two-shot all-reduce."""
+_WHOLE, _SLICE, _SHARED = (KERNELS[name] for name in ("kWhole", "kSlice", "kShared"))
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _TEN_MINUTES = 600.0
 """schedule: timeout, in seconds, if the process group does not report one."""
@@ -114,7 +112,7 @@ class Workspace:
         self._values = memory[HEAD // 4 :]
         self._addresses = (ctypes.c_void_p * self.size)(*self._handle.buffer_ptrs)
         self._order = (ctypes.c_uint64 * 3)()  # state of the kernel's launcher: order of calls within a graph
-        self._timeout_ns = ctypes.c_uint64(round(_timeout(group, memory.device) * 1e9))
+        self._timeout_ns = round(_timeout(group, memory.device) * 1e9)
         self._stream = torch.cuda.current_stream(memory.device)
         self._overlapped = _Overlapped(memory.device)
 
@@ -171,13 +169,13 @@ class Workspace:
                         self.rank,
                         form,
                         count,
-                        ctypes.c_int64(2 * PIECE),
-                        ctypes.c_int64(first),
+                        2 * PIECE,
+                        first,
                         bias,
-                        int(bias is not None and bias.dtype == torch.bfloat16),
+                        bias is not None and bias.dtype == torch.bfloat16,
                         columns,
                         y[begin:end],
-                        int(dtype == torch.bfloat16),
+                        dtype == torch.bfloat16,
                         self._order,
                         self._timeout_ns,
                         OVERLAP_BLOCKS if end < height else BLOCKS,

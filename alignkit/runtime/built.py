@@ -1,14 +1,18 @@
 """Loading and checking of the kernel libraries that setup.py built.
 
-A library reports the hash of its sources and the layout of its structs. A mismatch with the package is an error: the
-library would compute different bits or misread its arguments. csrc/interface.h defines the names that libraries export.
+A library describes its functions and structs (csrc/interface.h); Python has no second list. It also reports the hash of
+its sources. A mismatch with the package is an error: the library would compute different bits.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from .. import _sources
 from ..errors import BackendError
@@ -18,22 +22,130 @@ REINSTALL = "reinstall alignkit (in a checkout: `make kernels`) and restart Pyth
 """Remedy in the error messages."""
 
 
+class _Pointer(ctypes.c_void_p):
+    """Type of pointer parameters: accepts a tensor (its address), None (null), and ctypes' pointers and arrays."""
+
+    @classmethod
+    def from_param(cls, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return ctypes.c_void_p(value.data_ptr())
+        if isinstance(value, int):
+            raise TypeError(f"pointer: must be a tensor, None or a ctypes object, got {value}")
+        return ctypes.c_void_p.from_param(value)
+
+
+TYPES = {
+    "void": None,
+    "int": ctypes.c_int,
+    "int64": ctypes.c_int64,
+    "uint64": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "string": ctypes.c_char_p,
+    "pointer": _Pointer,
+}
+"""The types of csrc/interface.h: name -> ctypes' type."""
+
+
+class _Function(ctypes.Structure):
+    """The struct AlignkitFunction of csrc/interface.h."""
+
+    _fields_ = [("address", ctypes.c_void_p), ("types", ctypes.POINTER(ctypes.c_char_p))]
+
+
 class _Field(ctypes.Structure):
     """The struct AlignkitField of csrc/interface.h."""
 
-    _fields_ = [("name", ctypes.c_char_p), ("offset", ctypes.c_size_t), ("size", ctypes.c_size_t)]
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("type", ctypes.c_char_p),
+        ("offset", ctypes.c_size_t),
+        ("size", ctypes.c_size_t),
+    ]
 
 
-def load(library: Path, part: str) -> ctypes.CDLL:
+class Library:
+    """A loaded library; `library.NAME` is its function NAME, with the types that the library reports."""
+
+    def __init__(self, path: Path):
+        """Load a library without a check of its sources; `load` checks them."""
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as e:
+            raise BackendError(f"{path.name}: cannot be loaded ({e}); {REINSTALL}") from None
+        self.path = path
+        self.struct = functools.cache(self._struct)
+
+    def _described(self, kind: type, symbol: str) -> Any:
+        try:
+            return kind.in_dll(self._library, symbol)
+        except ValueError:
+            raise BackendError(
+                f"{self.path.name}: must be of the same version as alignkit's Python code, got a library without "
+                f"{symbol}; {REINSTALL}"
+            ) from None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the function `name`; raise BackendError if the library has none."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        described, types = self._described(_Function, f"{name}_function"), []
+        while described.types[len(types)] is not None:
+            types.append(TYPES[described.types[len(types)].decode()])
+        function, number = ctypes.CFUNCTYPE(*types)(described.address), len(types) - 1
+
+        def call(*arguments: Any) -> Any:
+            if len(arguments) != number:  # ctypes itself accepts further arguments
+                raise TypeError(f"{name}: must have {number} arguments, got {len(arguments)}")
+            return function(*arguments)
+
+        setattr(self, name, call)
+        return call
+
+    def _struct(self, name: str) -> type[ctypes.Structure]:
+        """Return the ctypes class of the struct `name`; cached as `struct`."""
+        table = ctypes.pointer(self._described(_Field, f"alignkit_struct_{name}"))
+        rows, fields = [], []
+        while table[len(rows)].name is not None:
+            row = table[len(rows)]
+            rows.append((row.name.decode(), row.offset, row.size))
+            if len(rows) > 1:
+                kind = TYPES.get(row.type.decode()) or self.struct(row.type.decode())
+                kind = ctypes.c_void_p if kind is _Pointer else kind
+                length = row.size // ctypes.sizeof(kind)
+                fields.append((row.name.decode(), kind if length == 1 else kind * length))
+        made = type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields})
+        members = [(field, getattr(made, field)) for field, _ in fields]
+        if [("", 0, ctypes.sizeof(made)), *((field, m.offset, m.size) for field, m in members)] != rows:
+            raise BackendError(
+                f"{self.path.name}: struct {name} must have the layout of ctypes, got {rows}; {REINSTALL}"
+            )
+        return made
+
+    def make(self, name: str, **values: Any) -> ctypes.Structure:
+        """Return a struct with a value for each field; tensors are passed as addresses and must stay alive.
+
+        Raises:
+            TypeError: a field has no value, or a value has no field or another type.
+        """
+        kind = self.struct(name)
+        types = dict(kind._fields_)
+        if values.keys() != types.keys():
+            raise TypeError(f"{name}: fields must be {list(types)}, got {list(values)}")
+        for field, value in values.items():
+            if isinstance(value, torch.Tensor):
+                if types[field] is not ctypes.c_void_p:
+                    raise TypeError(f"{name}.{field}: must be a number, got a tensor")
+                values[field] = value.data_ptr()
+        return kind(**values)
+
+
+def load(library: Path, part: str) -> Library:
     """Load the library of csrc/`part`; raise BackendError if it was built from different sources."""
+    lib = Library(library)
     try:
-        lib = ctypes.CDLL(str(library))
-    except OSError as e:
-        raise BackendError(f"{library.name}: cannot be loaded ({e}); {REINSTALL}") from None
-    try:
-        lib.alignkit_sources.restype = ctypes.c_char_p
         found = lib.alignkit_sources().decode()
-    except AttributeError:  # built before libraries reported their sources
+    except BackendError:  # built before libraries described themselves
         found = ""
     wanted = _expected(part)
     if found != wanted:
@@ -56,32 +168,3 @@ def _expected(part: str) -> str:
             f"{PACKAGE / _sources.BUILT}: must hold the hash of the {part} kernels' sources under the key {part!r}; "
             f"{REINSTALL}"
         ) from None
-
-
-def _file(lib: ctypes.CDLL) -> str:
-    """Return the file name of a loaded library."""
-    return Path(lib._name).name
-
-
-def check_layout(lib: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) -> None:
-    """Raise BackendError unless `struct` has the field names, offsets and sizes of the C struct `name`."""
-    try:
-        table = ctypes.pointer(_Field.in_dll(lib, f"alignkit_layout_{name}"))
-    except ValueError:
-        raise BackendError(
-            f"{_file(lib)}: must be of the same version as alignkit's Python code, got a library without the struct "
-            f"{name}; {REINSTALL}"
-        ) from None
-    expected = []
-    while table[len(expected)].name is not None:
-        expected.append((table[len(expected)].name.decode(), table[len(expected)].offset, table[len(expected)].size))
-    fields = [(field[0], getattr(struct, field[0])) for field in struct._fields_]
-    actual = [("", 0, ctypes.sizeof(struct)), *((field, member.offset, member.size) for field, member in fields)]
-    if actual != expected:
-        different = sorted(
-            f"{field or 'the whole'} at {offset}, {size} bytes" for field, offset, size in set(actual) ^ set(expected)
-        )
-        raise BackendError(
-            f"{_file(lib)}: must be of the same version as alignkit's Python code, got another layout of the struct "
-            f"{name} ({'; '.join(different) or 'order of fields'}); {REINSTALL}"
-        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -23,32 +22,19 @@ ABSENT = "no nvcc 12.8 or newer was found when alignkit was installed"
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def library() -> built.Library:
     """Return the kernel library; raise BackendError if it is missing or was built from different sources."""
     if not LIBRARY.exists():
         raise BackendError(
             f"alignkit's CUDA kernels were not built: {ABSENT}. Install nvcc 12.8 or newer, then reinstall alignkit"
         )
-    lib = built.load(LIBRARY, families.SM90.part)
-    lib.alignkit_cuda_error.restype = ctypes.c_char_p
-    return lib
+    return built.load(LIBRARY, families.SM90.part)
 
 
 @functools.cache
 def available() -> bool:
     """Return whether the kernels are built; raise BackendError if they were built from different sources."""
     return LIBRARY.exists() and library() is not None
-
-
-def mirrors(struct: str) -> Callable[[type[ctypes.Structure]], type[ctypes.Structure]]:
-    """Decorate a ctypes mirror of the C struct `struct`; raise BackendError if the layouts differ."""
-
-    def check_layout(python: type[ctypes.Structure]) -> type[ctypes.Structure]:
-        if available():
-            built.check_layout(library(), struct, python)
-        return python
-
-    return check_layout
 
 
 def pointer(t: torch.Tensor | None) -> int | None:
@@ -81,11 +67,15 @@ def stream(device: int) -> int:
 def call(function: str, device: torch.device, *args) -> None:
     """Call a function of the library on the current stream of `device`; raise BackendError if it fails.
 
-    Tensors and None are passed as addresses, ints as C ints.
+    Tensors and None are passed as addresses.
     """
-    args = [ctypes.c_void_p(pointer(a)) if a is None or isinstance(a, torch.Tensor) else a for a in args]
     current = torch.cuda.current_device()
     index = current if device.index is None else device.index
     # Setting the device costs the host more than the rest of the call, and is rarely needed.
     with contextlib.nullcontext() if index == current else torch.cuda.device(index):
         check(getattr(library(), function)(*args, ctypes.c_void_p(stream(index))), function)
+
+
+def make(struct: str, **values) -> ctypes.Structure:
+    """Return a struct of the library with these fields; tensors are passed as addresses and must stay alive."""
+    return library().make(struct, **values)

@@ -3,8 +3,8 @@
 The library has a plain C interface, so one build serves every torch and Python version. The functions take CPU tensors
 whose shapes the ops have already checked.
 
-The order and types of arguments are those of csrc/cpu/entries.inl and api.cpp; only struct layouts are compared at load
-time. An op's cpu.py calls its own kernels with `call` or `call_threaded`.
+The order of arguments is that of csrc/cpu/entries.inl and api.cpp; the library reports their types and the fields of
+structs. An op's cpu.py calls its own kernels with `call` or `call_threaded`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import torch
 from ..config import config
 from ..errors import BackendError
 from . import built, families
+from .shared import KERNELS
 
 LIBRARY = families.CPU.library
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""mirrors csrc/cpu/prelude.h:DType: dtype codes of the library."""
-ROUNDED = DTYPES | {torch.float16: 2}
-"""mirrors csrc/cpu/prelude.h:DType: codes of the dtypes that fp32 can be rounded to."""
+DTYPES = {torch.float32: KERNELS["F32"], torch.bfloat16: KERNELS["BF16"]}
+"""Dtype codes of the library."""
+ROUNDED = DTYPES | {torch.float16: KERNELS["F16"]}
+"""Codes of the dtypes that fp32 can be rounded to."""
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def library() -> built.Library:
     """Return the kernel library.
 
     Raises:
@@ -41,9 +42,6 @@ def library() -> ctypes.CDLL:
             "or set ALIGNKIT_BACKEND=reference (same bits, very slow)"
         )
     lib = built.load(LIBRARY, families.CPU.part)
-    built.check_layout(lib, "Attention", _Attention)
-    built.check_layout(lib, "Routing", _Routing)
-    lib.alignkit_isa.restype = ctypes.c_char_p
     wanted = config.cpu_isa
     if not lib.alignkit_choose_isa(wanted.encode()):
         raise BackendError(
@@ -75,37 +73,27 @@ def use_isa(name: str) -> Iterator[None]:
         library().alignkit_choose_isa(before.encode())
 
 
-def _argument(v):
-    """Convert an argument: tensor to address, None to null, dtype to code, bool to int, int to int64."""
-    if v is None or isinstance(v, torch.Tensor):
-        return ctypes.c_void_p(None if v is None else v.data_ptr())
-    if isinstance(v, torch.dtype):
-        return ctypes.c_int(DTYPES[v])
-    if isinstance(v, bool):
-        return ctypes.c_int(v)
-    return ctypes.c_int64(v) if isinstance(v, int) else v
-
-
 def call(name: str, *arguments) -> None:
-    """Call the C function alignkit_`name` with converted arguments; their order is that of csrc/cpu/entries.inl."""
-    getattr(library(), f"alignkit_{name}")(*[_argument(v) for v in arguments])
+    """Call the function `name` of the library; their order is that of csrc/cpu/entries.inl. Dtypes become codes."""
+    codes = [DTYPES[a] if isinstance(a, torch.dtype) else a for a in arguments]
+    getattr(library(), f"alignkit_{name}")(*codes)
 
 
 def call_threaded(name: str, *arguments) -> None:
     """Call a function that runs on torch's number of threads."""
-    call(name, *arguments, ctypes.c_int(torch.get_num_threads()))
+    call(name, *arguments, torch.get_num_threads())
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, leaves: int, out: torch.Tensor, accumulate: bool) -> None:
     """Compute fp32 out [M, N] (+)= a [M, K] . b [N, K]^T by `leaves` chains over k and their tree."""
     (m, k), n = a.shape, b.shape[0]
     operands = (a, a.dtype, *a.stride(), b, b.dtype, *b.stride())
-    call_threaded("gemm", m, n, k, leaves, *operands, out, out.stride(0), bool(accumulate))
+    call_threaded("gemm", m, n, k, leaves, *operands, out, out.stride(0), accumulate)
 
 
 def round(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """Compute y [M, N] = fp32 x (+ fp32 bias [N]), rounded to y's dtype; x has unit column stride and may be y."""
-    call_threaded("round", *x.shape, x, x.stride(0), bias, ctypes.c_int(ROUNDED[y.dtype]), y, *y.stride())
+    call_threaded("round", *x.shape, x, x.stride(0), bias, ROUNDED[y.dtype], y, *y.stride())
 
 
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -150,19 +138,9 @@ def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
     call_threaded("logits_grad", *z.shape, z, z.stride(0), lse, entropy, g_logp, g_entropy, column)
 
 
-class _Routing(ctypes.Structure):
-    _fields_ = (
-        [(n, ctypes.c_int64) for n in ("experts", "top_k", "groups", "top_groups")]
-        + [(n, ctypes.c_int) for n in ("sigmoid", "normalize")]
-        + [("scale", ctypes.c_float)]
-    )
-
-
 def _routing(experts, options):
-    made = _Routing(
-        experts, options.top_k, options.groups, options.top_groups, options.sigmoid, options.normalize, options.scale
-    )
-    return ctypes.byref(made)
+    names = "top_k", "groups", "top_groups", "sigmoid", "normalize", "scale"
+    return ctypes.byref(library().make("Routing", experts=experts, **{name: getattr(options, name) for name in names}))
 
 
 def route(z, bias, options, weights, ids) -> None:
@@ -173,29 +151,26 @@ def route_grad(z, ids, grad, options, dz) -> None:
     call_threaded("route_grad", z.shape[0], _routing(z.shape[1], options), z, ids, grad, dz)
 
 
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        [("dtype", ctypes.c_int), ("threads", ctypes.c_int)]
-        + [(n, ctypes.c_int64) for n in ("heads_q", "heads_kv", "dim", "seqs")]
-        + [("scale", ctypes.c_float)]
-        + [(n, ctypes.c_void_p) for n in ("q", "k", "v")]
-        + [(n, ctypes.c_int64) for n in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")]
-        + [(n, ctypes.c_void_p) for n in ("q_start", "kv_start", "kv_rows")]
-    )
-
-
 def _attention(q, k, v, q_start, kv_start, kv_rows, scale):
-    made = _Attention(
-        DTYPES[q.dtype],
-        torch.get_num_threads(),
-        q.shape[1],
-        k.shape[1],
-        q.shape[2],
-        q_start.numel() - 1,
-        scale,
-        *(t.data_ptr() for t in (q, k, v)),
-        *(stride for t in (q, k, v) for stride in t.stride()[:2]),
-        *(None if t is None else t.data_ptr() for t in (q_start, kv_start, kv_rows)),
+    strides = {
+        f"{n}_{d}": t.stride(i) for n, t in (("q", q), ("k", k), ("v", v)) for i, d in enumerate(("row", "head"))
+    }
+    made = library().make(
+        "Attention",
+        dtype=DTYPES[q.dtype],
+        threads=torch.get_num_threads(),
+        heads_q=q.shape[1],
+        heads_kv=k.shape[1],
+        dim=q.shape[2],
+        seqs=q_start.numel() - 1,
+        scale=scale,
+        q=q,
+        k=k,
+        v=v,
+        **strides,
+        q_start=q_start,
+        kv_start=kv_start,
+        kv_rows=kv_rows,
     )
     return ctypes.byref(made)
 

@@ -1,56 +1,48 @@
 // The CPU kernels, an entry each. An entry makes the kernel's member of Kernels (prelude.h) and its place in the tables
-// that kernels.inl fills, in this order. ALIGNKIT_PLAIN also makes the C function alignkit_NAME of api.cpp, with the
-// same parameters. api.cpp defines the functions of ALIGNKIT_KERNEL, whose parameters differ. The op's cpu.py, or
-// runtime/native.py, passes the arguments in this order.
+// that kernels.inl fills, in this order. ALIGNKIT_ENTRY also makes the library's function NAME (api.cpp) with the same
+// parameters; a struct is passed by its address. api.cpp defines the functions of ALIGNKIT_KERNEL, whose parameters
+// differ. The op's cpu.py, or runtime/native.py, passes the arguments in this order.
 ALIGNKIT_KERNEL(gemm, (i64 m, i64 n, i64 k, i64 leaves, Matrix a, Matrix b, float* c, i64 ldc, int accumulate,
     int threads))
-ALIGNKIT_PLAIN(round, (i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row,
-    i64 y_col, int threads), (rows, cols, x, ldx, bias, dtype, y, y_row, y_col, threads))
-ALIGNKIT_PLAIN(add, (i64 n, int dtype, const void* a, const void* b, void* y, int threads), (n, dtype, a, b, y,
-    threads))
-ALIGNKIT_KERNEL(logits, (i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform transform, float* z,
-    i64 ldz, float* capped, int threads))
+ALIGNKIT_ENTRY(round, (i64 rows, i64 cols, const float* x, i64 ldx, const float* bias, int dtype, void* y, i64 y_row,
+    i64 y_col, int threads))
+ALIGNKIT_ENTRY(add, (i64 n, int dtype, const void* a, const void* b, void* y, int threads))
+ALIGNKIT_KERNEL(logits, (i64 rows, i64 cols, int dtype, const void* x, i64 ldx, Transform transform, float* z, i64 ldz,
+    float* capped, int threads))
 ALIGNKIT_KERNEL(logits_back, (i64 rows, i64 cols, float* g, i64 ldg, Transform transform, const float* capped,
     int threads))
-ALIGNKIT_PLAIN(join, (i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given_max,
-    float* top, i64* s, i64* v, int threads), (rows, tiles, m, q, u, given_max, top, s, v, threads))
-ALIGNKIT_PLAIN(log_probs, (i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature,
-    const double* lse, float* out, i64 ldo, int threads), (rows, cols, dtype, z, ldz, temperature, lse, out, ldo,
-    threads))
-ALIGNKIT_PLAIN(tile_stats, (i64 rows, i64 cols, i64 tile, const float* z, i64 ldz, float* m, int32_t* q, int32_t* u,
-    i64 ld_out, int threads), (rows, cols, tile, z, ldz, m, q, u, ld_out, threads))
-ALIGNKIT_PLAIN(logits_grad, (i64 rows, i64 cols, float* z, i64 ldz, const float* lse, const float* entropy,
-    const float* g_logp, const float* g_entropy, const i64* column, int threads), (rows, cols, z, ldz, lse, entropy,
-    g_logp, g_entropy, column, threads))
-ALIGNKIT_PLAIN(rms_norm, (i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, int zero_centered,
-    float eps, void* y, float* rstd, int threads), (rows, n, dtype, x, ldx, w, zero_centered, eps, y, rstd, threads))
-ALIGNKIT_PLAIN(rms_norm_grad, (i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w,
-    int zero_centered, const float* rstd, void* dx, float* dw, int threads), (rows, n, dtype, dy, x, w, zero_centered,
-    rstd, dx, dw, threads))
-ALIGNKIT_PLAIN(rope, (i64 tokens, i64 heads, i64 dim, i64 rotary, int dtype, int inverse, const void* x, i64 row,
-    i64 head, const i64* positions, const float* table, void* y, int threads), (tokens, heads, dim, rotary, dtype,
-    inverse, x, row, head, positions, table, y, threads))
-ALIGNKIT_PLAIN(silu_mul, (i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, void* y,
-    int threads), (rows, n, dtype, g, ldg, u, ldu, y, threads))
-ALIGNKIT_PLAIN(silu_mul_grad, (i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu,
-    const void* dy, void* dg, i64 lddg, void* du, i64 lddu, int threads), (rows, n, dtype, g, ldg, u, ldu, dy, dg,
-    lddg, du, lddu, threads))
-ALIGNKIT_PLAIN(sigmoid_mul, (i64 rows, i64 n, int dtype, const float* gate, const void* x, void* y, int threads),
-    (rows, n, dtype, gate, x, y, threads))
-ALIGNKIT_PLAIN(sigmoid_mul_grad, (i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy,
-    float* dgate, void* dx, int threads), (rows, n, dtype, gate, x, dy, dgate, dx, threads))
-ALIGNKIT_KERNEL(route, (i64 rows, Routing routing, const float* z, const float* bias, float* weights, i64* ids,
+ALIGNKIT_ENTRY(join, (i64 rows, i64 tiles, const float* m, const int32_t* q, const int32_t* u, const float* given_max,
+    float* top, i64* s, i64* v, int threads))
+ALIGNKIT_ENTRY(log_probs, (i64 rows, i64 cols, int dtype, const void* z, i64 ldz, const float* temperature,
+    const double* lse, float* out, i64 ldo, int threads))
+ALIGNKIT_ENTRY(tile_stats, (i64 rows, i64 cols, i64 tile, const float* z, i64 ldz, float* m, int32_t* q, int32_t* u,
+    i64 ld_out, int threads))
+ALIGNKIT_ENTRY(logits_grad, (i64 rows, i64 cols, float* z, i64 ldz, const float* lse, const float* entropy,
+    const float* g_logp, const float* g_entropy, const i64* column, int threads))
+ALIGNKIT_ENTRY(rms_norm, (i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, int zero_centered,
+    float eps, void* y, float* rstd, int threads))
+ALIGNKIT_ENTRY(rms_norm_grad, (i64 rows, i64 n, int dtype, const void* dy, const void* x, const float* w,
+    int zero_centered, const float* rstd, void* dx, float* dw, int threads))
+ALIGNKIT_ENTRY(rope, (i64 tokens, i64 heads, i64 dim, i64 rotary, int dtype, int inverse, const void* x, i64 row,
+    i64 head, const i64* positions, const float* table, void* y, int threads))
+ALIGNKIT_ENTRY(silu_mul, (i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu, void* y,
     int threads))
-ALIGNKIT_KERNEL(route_grad, (i64 rows, Routing routing, const float* z, const i64* ids, const float* grad, float* dz,
+ALIGNKIT_ENTRY(silu_mul_grad, (i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu,
+    const void* dy, void* dg, i64 lddg, void* du, i64 lddu, int threads))
+ALIGNKIT_ENTRY(sigmoid_mul, (i64 rows, i64 n, int dtype, const float* gate, const void* x, void* y, int threads))
+ALIGNKIT_ENTRY(sigmoid_mul_grad, (i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy,
+    float* dgate, void* dx, int threads))
+ALIGNKIT_ENTRY(route, (i64 rows, Routing routing, const float* z, const float* bias, float* weights, i64* ids,
     int threads))
-ALIGNKIT_PLAIN(combine, (i64 rows, i64 cols, i64 k, i64 experts, int dtype, const void* y, const i64* place,
-    const i64* ids, const float* weights, int out_dtype, void* out, int threads), (rows, cols, k, experts, dtype, y,
-    place, ids, weights, out_dtype, out, threads))
-ALIGNKIT_PLAIN(weigh, (i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg,
-    void* wa, int threads), (rows, n, dtype, g, a, w, dw, wg, wa, threads))
-ALIGNKIT_KERNEL(attention, (const Attention& p, void* out, float* m, float* l))
-ALIGNKIT_KERNEL(attention_grad, (const Attention& p, const void* out, const float* m, const float* l,
-    const void* d_out, float* dq, float* dk, float* dv))
-ALIGNKIT_PLAIN(exp, (i64 n, const float* x, float* y), (n, x, y))
-#undef ALIGNKIT_PLAIN
+ALIGNKIT_ENTRY(route_grad, (i64 rows, Routing routing, const float* z, const i64* ids, const float* grad, float* dz,
+    int threads))
+ALIGNKIT_ENTRY(combine, (i64 rows, i64 cols, i64 k, i64 experts, int dtype, const void* y, const i64* place,
+    const i64* ids, const float* weights, int out_dtype, void* out, int threads))
+ALIGNKIT_ENTRY(weigh, (i64 rows, i64 n, int dtype, const float* g, const void* a, const float* w, float* dw, void* wg,
+    void* wa, int threads))
+ALIGNKIT_ENTRY(attention, (const Attention& p, void* out, float* m, float* l))
+ALIGNKIT_ENTRY(attention_grad, (const Attention& p, const void* out, const float* m, const float* l, const void* d_out,
+    float* dq, float* dk, float* dv))
+ALIGNKIT_ENTRY(exp, (i64 n, const float* x, float* y))
+#undef ALIGNKIT_ENTRY
 #undef ALIGNKIT_KERNEL

@@ -1026,7 +1026,7 @@ static void exp(i64 n, const float* x, float* y) {
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
 static const Kernels kernels = {STRING(ISA),
-#define ALIGNKIT_PLAIN(name, parameters, arguments) name,
+#define ALIGNKIT_ENTRY(name, parameters) name,
 #define ALIGNKIT_KERNEL(name, parameters) name,
 #include "entries.inl"
 };

@@ -1,7 +1,5 @@
 // Types shared by the instruction-set variants, and the table of kernels that each variant fills. Included before the
 // variant sets its target, so that no header code is compiled for one instruction set and linked into all.
-//
-// alignkit/runtime/native.py mirrors DType, Routing and Attention; api.cpp exports the layouts that it checks.
 #pragma once
 #include <algorithm>
 #include <cfenv>
@@ -14,11 +12,11 @@
 #include <immintrin.h>
 #endif
 
+#include "alignkit/runtime/kernels.h"
+
 namespace alignkit {
 
 typedef int64_t i64;
-
-enum DType : int { F32 = 0, BF16 = 1, F16 = 2 };
 
 // Sets round-to-nearest without flushing of denormals for its lifetime, as the contract requires; engines may set other
 // modes. Every thread that computes holds one.
@@ -63,7 +61,7 @@ struct Attention {
 
 struct Kernels {
     const char* name;
-#define ALIGNKIT_PLAIN(name, parameters, arguments) void (*name) parameters;
+#define ALIGNKIT_ENTRY(name, parameters) void (*name) parameters;
 #define ALIGNKIT_KERNEL(name, parameters) void (*name) parameters;
 #include "entries.inl"
 };

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from alignkit.ops.attention.cuda_backend import SPILL_BYTES, Arguments, _Ints, arguments, backward_function, gradients
+from alignkit.ops.attention.cuda_backend import SPILL_BYTES, arguments, backward_function, gradients
+from alignkit.runtime import built, cuda
 from alignkit.runtime.families import SM90
 from alignkit.testing import assert_bitwise_equal
 
@@ -29,7 +30,7 @@ F32, F64 = np.float32, np.float64
 RESERVE = F32(SM90.reserve)
 
 
-def compiled(name: str, folder: Path) -> ctypes.CDLL:
+def compiled(name: str, folder: Path) -> built.Library:
     """Compile csrc/sm90/attention/{name}.cu for the CPU, and load it."""
     destination = folder / "sm90/attention"
     destination.mkdir(parents=True)
@@ -44,32 +45,44 @@ def compiled(name: str, folder: Path) -> ctypes.CDLL:
     library = folder / f"{name}.so"
     # Fortified longjmp rejects jumps to other stacks.
     options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared -U_FORTIFY_SOURCE"
-    subprocess.run(["c++", *options.split(), str(source), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    subprocess.run(["c++", *options.split(), f"-I{SOURCE.parent}", str(source), "-o", str(library)], check=True)
+    return built.Library(library)
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    """Return a function that runs the forward kernel, with workspace for `blocks` CTAs, and returns the error code."""
-    function = compiled("forward", tmp_path_factory.mktemp("on_cpu")).alignkit_attention_forward
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+def forward_library(tmp_path_factory):
+    return compiled("forward", tmp_path_factory.mktemp("on_cpu"))
 
-    def forward(a: Arguments, blocks: int = 2) -> int:
+
+@pytest.fixture
+def kernel(forward_library, monkeypatch):
+    """Return a function that runs the forward kernel, with workspace for `blocks` CTAs, and returns the error code."""
+    monkeypatch.setattr(cuda, "library", lambda: forward_library)
+
+    def forward(a, blocks: int = 2) -> int:
         size = SPILL_BYTES.get(a.dim, 0) * blocks
         joined = torch.full((size // 4,), float("nan"))
-        return function(ctypes.addressof(a), joined.data_ptr(), size, None)
+        return forward_library.alignkit_attention_forward(ctypes.byref(a), joined, size, None)
 
     return forward
 
 
 @pytest.fixture(scope="module")
-def backward(tmp_path_factory):
-    """Return a function that runs the backward kernel on its arguments and returns the error code."""
+def backward_libraries(tmp_path_factory):
     files = {"alignkit_attention_backward": "backward", "alignkit_attention_backward_256": "backward_256"}
-    functions = {name: getattr(compiled(file, tmp_path_factory.mktemp("on_cpu")), name) for name, file in files.items()}
-    for function in functions.values():
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return lambda a: functions[backward_function(a.dim)](ctypes.addressof(a), None)
+    return {name: compiled(file, tmp_path_factory.mktemp("on_cpu")) for name, file in files.items()}
+
+
+@pytest.fixture
+def backward(backward_libraries, monkeypatch):
+    """Return a function that runs the backward kernel on its arguments and returns the error code."""
+    monkeypatch.setattr(cuda, "library", lambda: backward_libraries["alignkit_attention_backward"])
+
+    def run(a) -> int:
+        name = backward_function(a.dim)
+        return getattr(backward_libraries[name], name)(ctypes.byref(a), None)
+
+    return run
 
 
 libm = ctypes.CDLL("libm.so.6")
@@ -194,8 +207,7 @@ def test_packed_batches_match_the_contract(kernel, dim, heads, kv, together, len
     v[-1, 0, 5] = float("inf")  # another sequence's zeros must not multiply it
     out, pads = torch.full_like(q, 7.0), total // PAD + len(lens) + 1
     shift = torch.full((heads, pads * PAD), float("-inf"))
-    a = arguments(q, k, v, out, starts, dim**-0.5, together)
-    a.shift, a.pads = shift.data_ptr(), pads
+    a = arguments(q, k, v, out, starts, dim**-0.5, together, shift=shift, pads=pads)
     assert kernel(a) == 0
     expected = torch.full_like(shift, float("-inf"))
     for s, n in enumerate(lens):
@@ -244,14 +256,13 @@ def test_paged_batches_match_the_contract(kernel, dim, heads, kv, page, together
     """`shapes` holds (queries, context) of each sequence; the kernel skips sequences with at most 4 queries."""
     takes = [n for n, _ in shapes]
     k, v, table, seq_lens, keys = cache(kv, dim, page, [n + context for n, context in shapes])
-    width = table.shape[1]
     total = sum(takes)
     q = random_bf16(total + 3, heads, dim, 5)
     starts = torch.tensor([0, *takes]).cumsum(0).int()
     out = torch.full_like(q, 7.0)
-    a = arguments(q, k, v, out, starts, dim**-0.5, together)
-    a.kv_len, a.table, a.table_row = _Ints(seq_lens.data_ptr(), 1), _Ints(table.data_ptr(), 0), table.stride(0)
-    a.page, a.width, a.most, a.few, a.far = page, width, 4, 18, 1 << 20
+    paging = {"kv_len": seq_lens, "table": table, "page": page, "most": 4}
+    a = arguments(q, k, v, out, starts, dim**-0.5, together, **paging)
+    a.few, a.far = 18, 1 << 20
     assert kernel(a) == 0
     for s, ((n, context), (ks, vs)) in enumerate(zip(shapes, keys, strict=True)):
         rows = slice(int(starts[s]), int(starts[s]) + n)
@@ -272,8 +283,7 @@ def test_division_near_both_ends_of_the_range(kernel):
     v[40:, 1, ::3] = 0.0
     starts = torch.tensor([0, *lens]).cumsum(0)
     out, shift = torch.zeros_like(q), torch.zeros(heads, (total // PAD + len(lens) + 1) * PAD)
-    a = arguments(q, k, v, out, starts, dim**-0.5, 1)
-    a.shift, a.pads = shift.data_ptr(), shift.shape[1] // PAD
+    a = arguments(q, k, v, out, starts, dim**-0.5, 1, shift=shift, pads=shift.shape[1] // PAD)
     assert kernel(a) == 0
     for s, n in enumerate(lens):
         rows = slice(int(starts[s]), int(starts[s]) + n)
@@ -330,8 +340,7 @@ def test_shift_changes_match_the_contract(kernel, dim):
     q, k, v = torch.ones(n, 1, dim).bfloat16(), torch.zeros(n, 1, dim).bfloat16(), random_bf16(n, 1, dim, 3)
     k[:, 0, 0] = heights(n)
     starts, out, shift = torch.tensor([0, n]), torch.zeros_like(q), torch.zeros(1, (n // PAD + 2) * PAD)
-    a = arguments(q, k, v, out, starts, 1.0, 1)
-    a.shift, a.pads = shift.data_ptr(), shift.shape[1] // PAD
+    a = arguments(q, k, v, out, starts, 1.0, 1, shift=shift, pads=shift.shape[1] // PAD)
     assert kernel(a) == 0
     result, statistics = expected_forward(q, k, v, 0, a.factor)
     assert_bitwise_equal(out, result)
@@ -350,8 +359,7 @@ def test_wrong_starts_give_nan(kernel):
     q = random_bf16(50, 2, 64, 1)
     for starts in ([0, 20, 49], [1, 20, 50], [0, 20, 51], [0]):
         out, shift = torch.zeros_like(q), torch.zeros(2, 8 * PAD)
-        a = arguments(q, q, q, out, torch.tensor(starts), 1.0, 1)
-        a.shift, a.pads = shift.data_ptr(), 8
+        a = arguments(q, q, q, out, torch.tensor(starts), 1.0, 1, shift=shift, pads=8)
         assert kernel(a) == 0
         assert out.isnan().all() and not shift.any()
 

@@ -5,7 +5,6 @@ dweight are the same as on a GPU. `expected_forward` and `expected_backward` res
 change only with it.
 """
 
-import ctypes
 import re
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import torch
 
 from alignkit.ops._common import fma
 from alignkit.ops.rms_norm import cuda_backend
+from alignkit.runtime import built
 from alignkit.testing import assert_bitwise_equal
 
 HERE = Path(__file__).parent
@@ -42,13 +42,14 @@ def kernels(tmp_path_factory):
     library = folder / "kernel.so"
     # Fortified longjmp rejects jumps to other stacks.
     options = "-O2 -std=c++20 -ffp-contract=off -fPIC -shared -U_FORTIFY_SOURCE"
-    subprocess.run(["c++", *options.split(), str(source), "-o", str(library)], check=True)
-    lib = ctypes.CDLL(str(library))
+    subprocess.run(["c++", *options.split(), f"-I{SOURCE.parent}", str(source), "-o", str(library)], check=True)
+    lib = built.Library(library)
 
     def call(name, _device, arguments):
         assert getattr(lib, name)(arguments, None) == 0
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_backend.cuda, "library", lambda: lib)
         patch.setattr(cuda_backend.cuda, "call", call)
         yield cuda_backend
 

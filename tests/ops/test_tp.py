@@ -199,7 +199,7 @@ def run_pieces(tp, rows, columns, scatter):
 
     def kernel(name, device, addresses, size, rank, form, count, capacity, begin, bias, bias_bf16, columns, y, *_):
         def add():
-            total = tp.tree_sum(workspace._values[begin.value : begin.value + count])
+            total = tp.tree_sum(workspace._values[begin : begin + count])
             y.copy_((total.chunk(size)[rank] if form == symmetric._SLICE else total).view(-1, columns) + bias.float())
 
         counts.append(count)

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from ...runtime.families import SM90
+from ...runtime.shared import KERNELS
 
-PAD = tl.constexpr(128)  # mirrors csrc/sm90/attention/heads.cuh:kStatisticsPad
+PAD = tl.constexpr(KERNELS["kStatisticsPad"])
 RUNTIME_ARGS = [
     "tokens",
     "seqs",

@@ -1,30 +1,29 @@
 """CUDA attention (WGMMA and TMA, csrc/sm90/attention): training and paged prefill in bf16, head dimensions of DIMS.
 
 triton_backend.py computes decode and the problems that these kernels reject, to the same bits (docs/contract.md,
-"Attention"). The names and order of the fields of ctypes structures must equal the library's, which is checked at
-import. The bounds below are limits of the kernels: a stricter bound is always valid, a looser one needs a change of the
-kernels.
+"Attention"). The bounds below are limits of the kernels: a stricter bound is always valid, a looser one needs a change
+of the kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ...runtime import cuda
 from ...runtime.families import SM90
 from ...runtime.operands import tma_rejects
+from ...runtime.shared import KERNELS
 from . import triton_backend
 from .common import DECODE_CONTEXT, DECODE_QUERIES, PAD
 from .problem import Attention, Relaunch
 
 DIMS = (64, 96, 128, 256)  # schedule: head dimensions, a limit that the kernels check
-SPILL_BYTES_256 = 102400
-"""mirrors csrc/sm90/attention/forward.cu:kSpillBytes256: bytes per CTA for merged accumulators in global memory."""
-SPILL_BYTES = {256: SPILL_BYTES_256}
-"""schedule: bytes per CTA for merged accumulators in global memory, by head dimension; 0 for the others."""
+SPILL_BYTES = {256: KERNELS["kSpillBytes256"]}
+"""Bytes per CTA for merged accumulators in global memory, by head dimension; 0 for the others."""
 MAX_ROWS = 1 << 30
 """schedule: bound of rows of q times heads, a limit that the kernels check: they count tiles in 32 bits."""
 MAX_GROUP = 64
@@ -34,48 +33,6 @@ PAGE_MULTIPLE = 16
 
 It is the smallest TMA box of the kernel. A multiple of it is valid too.
 """
-
-
-@cuda.mirrors("AlignkitInts")
-class _Ints(ctypes.Structure):
-    """Mirror of AlignkitInts in csrc/sm90/attention/heads.cuh."""
-
-    _fields_ = [("data", ctypes.c_void_p), ("wide", ctypes.c_int)]
-
-
-@cuda.mirrors("AlignkitHeads")
-class _Heads(ctypes.Structure):
-    """Mirror of AlignkitHeads in csrc/sm90/attention/heads.cuh."""
-
-    _fields_ = [("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
-
-
-@cuda.mirrors("AlignkitAttention")
-class Arguments(ctypes.Structure):
-    """Mirror of AlignkitAttention in csrc/sm90/attention/forward.cu."""
-
-    _fields_ = [
-        *((name, _Heads) for name in ("q", "k", "v")),
-        *((name, ctypes.c_void_p) for name in ("out", "shift")),
-        *((name, _Ints) for name in ("starts", "kv_len", "table")),
-        *((name, ctypes.c_int64) for name in ("table_row", "kv_rows")),
-        *((name, ctypes.c_int) for name in ("page", "width", "most", "few", "far")),
-        *((name, ctypes.c_int) for name in ("tokens", "sequences", "heads", "kv_heads", "dim", "pads", "together")),
-        ("factor", ctypes.c_float),
-    ]
-
-
-@cuda.mirrors("AlignkitAttentionBackward")
-class Gradients(ctypes.Structure):
-    """Mirror of AlignkitAttentionBackward in csrc/sm90/attention/backward.cuh."""
-
-    _fields_ = [
-        *((name, _Heads) for name in ("q", "k", "v", "grad")),
-        *((name, ctypes.c_void_p) for name in ("shift", "delta", "dq", "dk", "dv")),
-        ("starts", _Ints),
-        *((name, ctypes.c_int) for name in ("tokens", "sequences", "heads", "kv_heads", "dim", "pads")),
-        *((name, ctypes.c_float) for name in ("factor", "scale")),
-    ]
 
 
 def rejects(p: Attention) -> str | None:
@@ -103,22 +60,49 @@ def paged_rejects(p: Attention) -> str | None:
     return rejects(p)
 
 
-def _ints(t: torch.Tensor) -> _Ints:
-    return _Ints(t.data_ptr(), t.dtype == torch.int64)
+def _ints(t: torch.Tensor | None) -> ctypes.Structure:
+    return cuda.make("AlignkitInts", data=t, wide=t is not None and t.dtype == torch.int64)
 
 
-def _heads(t: torch.Tensor) -> _Heads:
-    return _Heads(t.data_ptr(), t.stride(0), t.stride(1))
+def _heads(t: torch.Tensor) -> ctypes.Structure:
+    return cuda.make("AlignkitHeads", data=t, token=t.stride(0), head=t.stride(1))
 
 
-def arguments(q, k, v, out, starts, scale: float, tile_heads: int) -> Arguments:
-    """Return the arguments shared by packed and paged calls; tile_heads (schedule): 1 or the size of the GQA group."""
+def arguments(
+    q, k, v, out, starts, scale: float, tile_heads: int, *, shift=None, pads=0, kv_len=None, table=None, page=0, most=0
+) -> Any:
+    """Return the arguments of the forward kernel; tile_heads (schedule): 1 or the size of the GQA group.
+
+    A packed call may pass `shift` and `pads` for its statistics. A paged call passes lengths, block table, block size
+    and the maximum queries of a sequence.
+    """
     tokens, heads, dim = q.shape
-    a = Arguments(*(_heads(t) for t in (q, k, v)), out.data_ptr())
-    a.starts = _ints(starts)
-    a.kv_rows, a.tokens, a.sequences, a.heads = k.shape[0], tokens, starts.shape[0] - 1, heads
-    a.kv_heads, a.dim, a.together, a.factor = k.shape[1], dim, tile_heads, triton_backend._score_factor(scale)
-    return a
+    return cuda.make(
+        "AlignkitAttention",
+        q=_heads(q),
+        k=_heads(k),
+        v=_heads(v),
+        out=out,
+        shift=shift,
+        starts=_ints(starts),
+        kv_len=_ints(kv_len),
+        table=_ints(table),
+        table_row=0 if table is None else table.stride(0),
+        kv_rows=k.shape[0],
+        page=page,
+        width=0 if table is None else table.shape[1],
+        most=most,
+        few=0 if table is None else DECODE_QUERIES.value,
+        far=0 if table is None else DECODE_CONTEXT.value,
+        tokens=tokens,
+        sequences=starts.shape[0] - 1,
+        heads=heads,
+        kv_heads=k.shape[1],
+        dim=dim,
+        pads=pads,
+        together=tile_heads,
+        factor=triton_backend._score_factor(scale),
+    )
 
 
 def spill_bytes(dim: int) -> int:
@@ -126,13 +110,13 @@ def spill_bytes(dim: int) -> int:
     return SPILL_BYTES.get(dim, 0) * SM90.sm_count
 
 
-def _attend(a: Arguments, device: torch.device) -> Callable[[], None]:
+def _attend(a: Any, device: torch.device) -> Callable[[], None]:
     """Launch the forward kernel, and return a function that launches it again with the current contents of `a`."""
     size = spill_bytes(a.dim)
 
     def attend() -> None:
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        cuda.call("alignkit_attention_forward", device, ctypes.byref(a), workspace, ctypes.c_int64(size))
+        cuda.call("alignkit_attention_forward", device, ctypes.byref(a), workspace, size)
 
     attend()
     return attend
@@ -143,19 +127,34 @@ def forward(q, k, v, starts, scale: float, tile_heads: int = 1):
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     pads = triton_backend._pads(q.shape[0], starts.shape[0] - 1)
     shift = torch.full((q.shape[1], pads * PAD.value), float("-inf"), dtype=torch.float32, device=q.device)
-    a = arguments(q, k, v, out, starts, scale, tile_heads)
-    a.shift, a.pads = shift.data_ptr(), pads
-    _attend(a, q.device)
+    _attend(arguments(q, k, v, out, starts, scale, tile_heads, shift=shift, pads=pads), q.device)
     return out, shift
 
 
-def gradients(q, k, v, d_out, shift, delta, grads, starts, scale: float) -> Gradients:
+def gradients(q, k, v, d_out, shift, delta, grads, starts, scale: float) -> Any:
     """Return the arguments of the backward kernels; `grads`: contiguous dq, dk and dv."""
-    statistics = shift.data_ptr(), delta.data_ptr()
-    g = Gradients(*(_heads(t) for t in (q, k, v, d_out)), *statistics, *(t.data_ptr() for t in grads), _ints(starts))
-    g.tokens, g.sequences, g.heads, g.kv_heads, g.dim = q.shape[0], starts.shape[0] - 1, q.shape[1], *k.shape[1:]
-    g.pads, g.factor, g.scale = shift.shape[1] // PAD.value, triton_backend._score_factor(scale), scale
-    return g
+    dq, dk, dv = grads
+    return cuda.make(
+        "AlignkitAttentionBackward",
+        q=_heads(q),
+        k=_heads(k),
+        v=_heads(v),
+        grad=_heads(d_out),
+        shift=shift,
+        delta=delta,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        starts=_ints(starts),
+        tokens=q.shape[0],
+        sequences=starts.shape[0] - 1,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        dim=q.shape[2],
+        pads=shift.shape[1] // PAD.value,
+        factor=triton_backend._score_factor(scale),
+        scale=scale,
+    )
 
 
 def backward_function(dim: int) -> str:
@@ -175,16 +174,14 @@ def backward(q, k, v, starts, out, shift, d_out, scale: float):
 
 def paged(q, k, v, block_table, starts, seq_lens, page: int, scale: float, out, tile_heads: int = 0) -> Relaunch:
     """Compute paged attention into `out`, and return its relaunch; tile_heads: see `arguments`; 0: the group's size."""
-    seqs, width = block_table.shape
-    decode_all = q.shape[0] <= seqs  # most likely one query per sequence
+    decode_all = q.shape[0] <= len(block_table)  # most likely one query per sequence
     max_queries, relaunch_decode = triton_backend.decode(
         q, k, v, block_table, starts, seq_lens, page, scale, out, decode_all=decode_all
     )
     if decode_all:
         return relaunch_decode
-    a = arguments(q, k, v, out, starts, scale, tile_heads or q.shape[1] // k.shape[1])
-    a.kv_len, a.table, a.table_row = _ints(seq_lens), _ints(block_table), block_table.stride(0)
-    a.page, a.width, a.most, a.few, a.far = page, width, max_queries, DECODE_QUERIES.value, DECODE_CONTEXT.value
+    paging = {"kv_len": seq_lens, "table": block_table, "page": page, "most": max_queries}
+    a = arguments(q, k, v, out, starts, scale, tile_heads or q.shape[1] // k.shape[1], **paging)
     relaunch_prefill = _attend(a, q.device)
 
     def relaunch(q, k, v, out):

@@ -2,7 +2,7 @@
 
 The op is the backward pass of the gated delta rule's chunk states. triton_backend.py computes it to the same bits, for
 fp32 too. The bits are the contract's (docs/contract.md, "Gated delta rule"); only `columns` of `bwd_dhu` is free
-(schedule). The names and order of the fields of `_Delta` must equal the library's, which is checked at import.
+(schedule).
 """
 
 from __future__ import annotations
@@ -14,24 +14,6 @@ import torch
 
 from ...runtime import cuda
 from .problem import Delta
-
-
-@cuda.mirrors("AlignkitDelta")
-class _Delta(ctypes.Structure):
-    """Mirror of AlignkitDelta in csrc/sm90/delta/gated_delta_rule.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "w", "d_o", "dv")),
-        ("strides", ctypes.c_int64 * 3 * 5),
-        *((name, ctypes.c_void_p) for name in ("g", "gk", "dht", "cu_seqlens", "dh", "dh0", "dv2", "taken")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("batch", "rows", "heads", "key_heads", "key_dim", "value_dim", "sequences", "chunks")
-        ),
-        ("scale", ctypes.c_float),
-        ("unit", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("wide", "half", "v_first", "columns")),
-    ]
 
 
 def _copied(t: torch.Tensor) -> torch.Tensor:
@@ -71,24 +53,24 @@ def bwd_dhu(
     `columns` is the number of columns of V that a CTA computes; it affects speed alone (schedule). For K = 64 and 128
     it is 32, 64 or 128, at most V. For K = 256 a CTA always computes 64. 0: the kernel's launch function chooses.
     """
-    inputs = [_copied(t) for t in (q, k, w, do, dv)]
     taken = None if cu_seqlens is None else torch.empty(1, dtype=torch.int32, device=q.device)
-    p = _Delta(
-        *(t.data_ptr() for t in inputs),
-        strides=tuple(t.stride()[:3] for t in inputs),
-        **{
-            name: cuda.pointer(t)
-            for name, t in (
-                ("g", g),
-                ("gk", gk),
-                ("dht", dht),
-                ("cu_seqlens", cu_seqlens),
-                ("dh", dh),
-                ("dh0", dh0),
-                ("dv2", dv2),
-                ("taken", taken),
-            )
-        },
+    q, k, w, do, dv = inputs = [_copied(t) for t in (q, k, w, do, dv)]
+    p = cuda.make(
+        "AlignkitDelta",
+        q=q,
+        k=k,
+        w=w,
+        d_o=do,
+        dv=dv,
+        strides=tuple(stride for t in inputs for stride in t.stride()[:3]),
+        g=g,
+        gk=gk,
+        dht=dht,
+        cu_seqlens=cu_seqlens,
+        dh=dh,
+        dh0=dh0,
+        dv2=dv2,
+        taken=taken,
         batch=q.shape[0],
         rows=q.shape[1],
         heads=do.shape[2],

@@ -18,12 +18,13 @@ import math
 from typing import NamedTuple
 
 from ...runtime.families import SM90
+from ...runtime.shared import KERNELS
 
 SM_COUNT = SM90.sm_count  # hardware: SMs of the GPU to which the costs were fitted
 CLUSTERS = SM_COUNT // 2
 """hardware: clusters of two CTAs that run at once."""
-STEP = 64
-"""mirrors csrc/sm90/gemm/gemm.cuh:kStep (k extent of a pipeline step); hopper.py:STEP mirrors it too."""
+STEP = KERNELS["kStep"]
+"""k extent of a pipeline step of the CUDA kernels and of hopper.py."""
 SHORT = 48
 """schedule: k extent of a Triton step below which its copy gets no faster."""
 

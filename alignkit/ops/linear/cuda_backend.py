@@ -11,7 +11,6 @@ kernel may be lowered freely, but raised only together with the kernel.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,6 +20,7 @@ import torch
 from ...runtime import cuda
 from ...runtime.families import SM90
 from ...runtime.operands import dtype_name, tma_rejects
+from ...runtime.shared import KERNELS
 from . import cost
 from .cublaslt import round_up_rows
 from .problem import Product
@@ -33,8 +33,8 @@ NARROW_OUTPUTS, NARROW_MIN_K = 16 * SM90.sm_count, 2048
 """schedule: maximum outputs (one tile per SM) and minimum k of `narrow`, for which the chain's latency dominates."""
 NARROW_ROWS = 32
 """schedule: maximum rows of `narrow`, a limit of skinny_narrow.cu, which checks it: each CTA holds all rows."""
-QUARTERED_ROWS = 64
-"""mirrors csrc/sm90/gemm/skinny_split_k.cu:kQuarterWidth: maximum rows of an unsplit `tree`, a limit of the kernel.
+QUARTERED_ROWS = KERNELS["kQuarterWidth"]
+"""Maximum rows of an unsplit `tree`, a limit of skinny_split_k.cu:quarter_gemm.
 
 The kernel checks it. A cluster computes all leaves, a quarter in each of its four warpgroups.
 """
@@ -43,8 +43,8 @@ MMA_K = 16
 CLUSTER_OUTPUTS = 256
 """schedule: the row pitch of partial sums is a multiple of this, a requirement of skinny_split_k.cu.
 
-A cluster of two CTAs writes 2 * 128 outputs, also beyond the last column; the kernel does not check the pitch. Only
-multiples of 256 are valid.
+A cluster of two CTAs writes 2 * 128 outputs, also beyond the last column. Only multiples of 256 are valid, which the
+kernel checks.
 """
 
 
@@ -113,12 +113,8 @@ def tree_rejects(p: Product) -> str | None:
     return f"speed: linear/cost.py predicts a faster kernel for rows = {p.m}, leaves = {p.leaves}"
 
 
-def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.c_int64]:
-    return t, ctypes.c_int64(t.stride(0))
-
-
-def _rounded(out: torch.Tensor) -> int:
-    return int(out.dtype == torch.bfloat16)
+def _matrix(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return t, t.stride(0)
 
 
 def few(a: torch.Tensor, b: torch.Tensor, bias: None, out: torch.Tensor) -> None:
@@ -135,7 +131,7 @@ def narrow(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: tor
         *_matrix(b),
         bias,
         *_matrix(out),
-        _rounded(out),
+        out.dtype == torch.bfloat16,
         *out.shape,
         a.shape[1],
     )
@@ -213,12 +209,12 @@ def tree(
         *_matrix(b),
         bias,
         *_matrix(out),
-        _rounded(out),
+        out.dtype == torch.bfloat16,
         sums,
-        ctypes.c_int64(pitch),
+        pitch,
         parts,
         width,
-        int(same_outputs),
+        same_outputs,
         m,
         n,
         k,

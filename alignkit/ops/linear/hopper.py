@@ -46,8 +46,7 @@ SMALL_M = 256
 """schedule: rows up to which 128 x 128 tiles may leave most SMs idle; chains use smaller tiles then."""
 ROWS, COLS = gl.constexpr(cost.MANY_ROWS), gl.constexpr(cost.MANY_OUTPUTS)
 """schedule: tile shape, which cost.py models. RESULT fixes ROWS to 128: two warpgroups of 64 rows."""
-STEP = gl.constexpr(64)
-"""mirrors csrc/sm90/gemm/gemm.cuh:kStep (k extent of a pipeline step, 128 bytes); cost.py models both kernels."""
+STEP = gl.constexpr(cost.STEP)
 MMA_K = 16
 """hardware: k extent of one MMA instruction; leaf lengths are multiples of it."""
 GROUP_SIZE_M = gl.constexpr(8)

@@ -6,8 +6,7 @@
 
 triton_backend.py has the other functions. For operands that these kernels reject, a GEMM of ../linear writes the
 products to memory and triton_backend.py reads them. The bits are equal (docs/contract.md, "Log-softmax over the
-vocabulary"). The names and order of the fields of ctypes structures must equal the library's, which is checked when
-this file is imported.
+vocabulary").
 """
 
 from __future__ import annotations
@@ -22,31 +21,6 @@ from .problem import Head, HeadGradient, HeadProducts
 
 FEW = 256
 """schedule: up to so many rows these kernels are not used, because most of a tile would be empty."""
-
-
-@cuda.mirrors("AlignkitHead")
-class _Head(ctypes.Structure):
-    """The struct AlignkitHead of csrc/sm90/head/linear_logp.cu."""
-
-    _fields_ = [
-        ("hidden", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("hidden_pitch", ctypes.c_int64),
-        ("weight_pitch", ctypes.c_int64),
-        ("rows", ctypes.c_int),
-        ("ids", ctypes.c_int),
-        ("k", ctypes.c_int),
-        ("count", ctypes.c_void_p),
-        ("before", ctypes.c_int),
-        ("bias", ctypes.c_void_p),
-        ("temperature", ctypes.c_void_p),
-        ("cap", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        ("capped", ctypes.c_int),
-        ("scaled", ctypes.c_int),
-        ("target", ctypes.c_void_p),
-        ("first", ctypes.c_int64),
-    ]
 
 
 def _unsupported(hidden: Operand, weight: Operand) -> str | None:
@@ -93,25 +67,27 @@ def head_products_rejects(p: HeadProducts) -> str | None:
     return _unwritable("hidden's gradient", p.dhidden) or _unwritable("weight's gradient", p.dweight)
 
 
-def _head(hidden, weight, transform, temperature, target, first: int, count, before: int) -> _Head:
-    cap, scale = transform.soft_cap, transform.logit_scale
-    return _Head(
-        hidden.data_ptr(),
-        weight.data_ptr(),
-        hidden.stride(0),
-        weight.stride(0),
-        len(hidden),
-        *weight.shape,
-        cuda.pointer(count),
-        before,
-        cuda.pointer(transform.bias),
-        cuda.pointer(temperature),
-        cap or 0.0,
-        1.0 if scale is None else scale,
-        cap is not None,
-        scale is not None,
-        cuda.pointer(target),
-        first,
+def _head(hidden, weight, transform, temperature, target, first: int, count, before: int) -> ctypes.Structure:
+    cap, scale, (ids, k) = transform.soft_cap, transform.logit_scale, weight.shape
+    return cuda.make(
+        "AlignkitHead",
+        hidden=hidden,
+        weight=weight,
+        hidden_pitch=hidden.stride(0),
+        weight_pitch=weight.stride(0),
+        rows=len(hidden),
+        ids=ids,
+        k=k,
+        count=count,
+        before=before,
+        bias=transform.bias,
+        temperature=temperature,
+        cap=cap or 0.0,
+        scale=1.0 if scale is None else scale,
+        capped=cap is not None,
+        scaled=scale is not None,
+        target=target,
+        first=first,
     )
 
 
@@ -143,10 +119,10 @@ def head_statistics(
         m,
         q,
         u,
-        ctypes.c_int64(m.stride(0)),
+        m.stride(0),
         z_target,
         products,
-        ctypes.c_int64(0 if products is None else products.stride(0)),
+        0 if products is None else products.stride(0),
     )
 
 
@@ -172,42 +148,8 @@ def head_gradient(
     """
     head = _head(hidden, weight, transform, temperature, target, first, count, before)
     cuda.call(
-        "alignkit_head_gradient",
-        hidden.device,
-        ctypes.byref(head),
-        lse,
-        entropy,
-        g_logp,
-        g_entropy,
-        out,
-        ctypes.c_int64(out.stride(0)),
+        "alignkit_head_gradient", hidden.device, ctypes.byref(head), lse, entropy, g_logp, g_entropy, out, out.stride(0)
     )
-
-
-@cuda.mirrors("AlignkitHeadProducts")
-class _Products(ctypes.Structure):
-    """The struct AlignkitHeadProducts of csrc/sm90/head/linear_logp_backward.cu."""
-
-    _fields_ = [
-        ("dz", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("hidden", ctypes.c_void_p),
-        ("dz_pitch", ctypes.c_int64),
-        ("weight_pitch", ctypes.c_int64),
-        ("hidden_pitch", ctypes.c_int64),
-        ("rows", ctypes.c_int),
-        ("ids", ctypes.c_int),
-        ("d", ctypes.c_int),
-        ("count", ctypes.c_void_p),
-        ("before", ctypes.c_int),
-        ("dhidden", ctypes.c_void_p),
-        ("dhidden_pitch", ctypes.c_int64),
-        ("resume", ctypes.c_int),
-        ("dweight", ctypes.c_void_p),
-        ("dweight_pitch", ctypes.c_int64),
-        ("rounded", ctypes.c_int),
-        ("add", ctypes.c_int),
-    ]
 
 
 def _unwritable(name: str, out: Operand | None) -> str | None:
@@ -233,24 +175,26 @@ def head_products(dz, hidden, weight, dhidden, dweight, resume: bool, add: bool,
 
     `count` and `before` as for `head_statistics`; rows beyond the count are treated as zeros.
     """
-    (n, c), d = dz.shape, hidden.shape[1]
-    out = [(cuda.pointer(t), 0 if t is None else t.stride(0)) for t in (dhidden, dweight)]
-    products = _Products(
-        dz.data_ptr(),
-        weight.data_ptr(),
-        hidden.data_ptr(),
-        dz.stride(0),
-        weight.stride(0),
-        hidden.stride(0),
-        n,
-        c,
-        d,
-        cuda.pointer(count),
-        before,
-        *out[0],
-        resume,
-        *out[1],
-        dweight is not None and dweight.dtype == torch.bfloat16,
-        add,
+    n, c = dz.shape
+    products = cuda.make(
+        "AlignkitHeadProducts",
+        dz=dz,
+        weight=weight,
+        hidden=hidden,
+        dz_pitch=dz.stride(0),
+        weight_pitch=weight.stride(0),
+        hidden_pitch=hidden.stride(0),
+        rows=n,
+        ids=c,
+        d=hidden.shape[1],
+        count=count,
+        before=before,
+        dhidden=dhidden,
+        dhidden_pitch=0 if dhidden is None else dhidden.stride(0),
+        resume=resume,
+        dweight=dweight,
+        dweight_pitch=0 if dweight is None else dweight.stride(0),
+        rounded=dweight is not None and dweight.dtype == torch.bfloat16,
+        add=add,
     )
     cuda.call("alignkit_head_products", dz.device, ctypes.byref(products))

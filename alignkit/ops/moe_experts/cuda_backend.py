@@ -22,6 +22,7 @@ from ...contract.experts import ExpertTree
 from ...errors import BackendError
 from ...runtime import cuda
 from ...runtime.operands import Operand, dtype_name, tma_rejects
+from ...runtime.shared import KERNELS
 from .problem import UNEQUAL_MATRICES, Grouped, Ids, Matrices, Pairs, Rows, on_device
 
 FEW_GATED = 64
@@ -30,12 +31,8 @@ FEW = 16
 """schedule: average rows per expert up to which few.py computes down, with a narrow tile at weight-read speed."""
 FEW_IDS = 2048
 """schedule: number of ids up to which comparing all in one launch (ranked.py) is faster than counting in two."""
-MAX_EXPERTS = 1024
-"""mirrors csrc/sm90/experts/experts.cuh:kMaxExperts: maximum experts per rank; grouped.py has a larger one."""
-BLOCK = 2048
-"""mirrors csrc/sm90/experts/pairs.cu:kIdsPerCta: ids counted per CTA."""
-MAX_TOP_K = 16
-"""schedule: maximum top_k of `combine`, a limit of csrc/sm90/experts/combine.cu: kMaxTopK must be equal."""
+MAX_EXPERTS, MAX_TOP_K = KERNELS["kMaxExperts"], KERNELS["kMaxTopK"]
+"""Maximum experts per rank; grouped.py has a larger one. Maximum top_k of `combine`."""
 MAP = 128
 """hardware: bytes of a TMA descriptor (CUtensorMap)."""
 
@@ -55,15 +52,15 @@ def pairs(ids: torch.Tensor, first: int, experts: int) -> Pairs:
     row, choice = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
     place = torch.empty(ids.shape, dtype=torch.int64, device=device)
     offsets = torch.empty(experts + 1, dtype=torch.int64, device=device)
-    counts = torch.empty(-(-n // BLOCK), experts + 1, dtype=torch.int32, device=device)
+    counts = torch.empty(-(-n // KERNELS["kIdsPerCta"]), experts + 1, dtype=torch.int32, device=device)
     cuda.call(
         "alignkit_experts_pairs",
         device,
         ids.contiguous(),
-        int(ids.dtype == torch.int32),
+        ids.dtype == torch.int32,
         n,
         ids.shape[1],
-        ctypes.c_int64(first),
+        first,
         experts,
         counts,
         row,
@@ -161,18 +158,18 @@ def _maps(b: Matrices, function: str) -> torch.Tensor:
         encode_map = getattr(cuda.library(), function)
         for i, address in enumerate(addresses):
             target = ctypes.byref(buffer, MAP * i)
-            cuda.check(encode_map(target, ctypes.c_void_p(address), ctypes.c_int64(pitch), rows, k), function)
+            cuda.check(encode_map(target, ctypes.c_void_p(address), pitch, rows, k), function)
         return torch.frombuffer(maps, dtype=torch.uint8)
 
     return on_device(b[0].device, (function, rows, k, pitch, addresses), encode)
 
 
-def _matrices(b: Matrices, maps: str) -> tuple[torch.Tensor | None, ctypes.c_int64, torch.Tensor | None]:
+def _matrices(b: Matrices, maps: str) -> tuple[torch.Tensor | None, int, torch.Tensor | None]:
     """Return (tensor, pitch, None) for contiguous matrices, or else (None, pitch, TMA descriptors by `maps`)."""
     pitch = b[0].stride(0)
     if isinstance(b.given, torch.Tensor) and b.given.stride(0) == b.shape[0] * pitch:
-        return b.given, ctypes.c_int64(pitch), None
-    return None, ctypes.c_int64(pitch), _maps(b, maps)
+        return b.given, pitch, None
+    return None, pitch, _maps(b, maps)
 
 
 def gated(
@@ -187,7 +184,7 @@ def gated(
         "alignkit_experts_gate_up",
         a.device,
         a,
-        ctypes.c_int64(a.stride(0)),
+        a.stride(0),
         row,
         *_matrices(b, "alignkit_experts_gate_up_map"),
         offsets,
@@ -220,13 +217,13 @@ def products(
         function,
         a.device,
         a,
-        ctypes.c_int64(a.stride(0)),
+        a.stride(0),
         *_matrices(b, maps),
         offsets,
         len(b),
         out,
-        ctypes.c_int64(out.stride(0)),
-        int(out.dtype == torch.bfloat16),
+        out.stride(0),
+        out.dtype == torch.bfloat16,
         *out.shape,
         a.shape[1],
         leaves,
@@ -251,10 +248,10 @@ def gradients(
         "alignkit_experts_gradients",
         a.device,
         a,
-        ctypes.c_int64(a.stride(0)),
+        a.stride(0),
         b,
-        ctypes.c_int64(b.stride(0)),
-        int(a_row is not None),
+        b.stride(0),
+        a_row is not None,
         b_row if a_row is None else a_row,
         offsets,
         experts,
@@ -293,13 +290,13 @@ def combine(
         "alignkit_experts_combine",
         y.device,
         y,
-        int(y.dtype == torch.bfloat16),
+        y.dtype == torch.bfloat16,
         place,
         ids.contiguous(),
-        int(ids.dtype == torch.int32),
+        ids.dtype == torch.int32,
         weights if weights is None else weights.contiguous(),
         out,
-        int(out.dtype == torch.bfloat16),
+        out.dtype == torch.bfloat16,
         len(out),
         ids.shape[1],
         out.shape[1],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from ...runtime import native
@@ -18,7 +16,7 @@ def forward(
     flat = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(flat.shape[0], dtype=torch.float32, device=x.device)
-    w, options = weight.float(), (bool(zero_centered), ctypes.c_float(eps))
+    w, options = weight.float(), (zero_centered, eps)
     native.call_threaded("rms_norm", *flat.shape, x.dtype, flat, flat.stride(0), w, *options, y, rstd)
     return x, y, rstd
 
@@ -28,6 +26,6 @@ def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False) -> 
     flat = as_rows(x).contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
-    operands = as_rows(dy), flat, weight.float(), bool(zero_centered), rstd, dx, dw
+    operands = as_rows(dy), flat, weight.float(), zero_centered, rstd, dx, dw
     native.call_threaded("rms_norm_grad", *flat.shape, x.dtype, *operands)
     return dx if d_total is None else native.add(dx, d_total), dw

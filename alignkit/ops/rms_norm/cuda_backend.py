@@ -1,7 +1,6 @@
 """CUDA RMSNorm (csrc/sm90/rms_norm/rms_norm.cu): bf16 backward, and forward of long rows without a residual.
 
-triton_backend.py computes the problems that these kernels reject, to the same bits (docs/contract.md, "RMSNorm"). The
-names and order of the fields of ctypes structures must equal the library's, which is checked at import.
+triton_backend.py computes the problems that these kernels reject, to the same bits (docs/contract.md, "RMSNorm").
 """
 
 from __future__ import annotations
@@ -13,45 +12,15 @@ import torch
 
 from ...runtime import cuda
 from ...runtime.operands import dtype_name
+from ...runtime.shared import KERNELS
 from . import triton_backend
 from .problem import Norm
 
 MIN_BACKWARD = 32  # schedule: backward kernel: elements per row must exceed this, its limit; may be raised
 MIN_FORWARD = 2048  # schedule: forward kernel: elements per row must exceed this; its limit is 1024
-MAX_COLUMNS = 16384  # mirrors csrc/sm90/rms_norm/rms_norm.cu:kMaxColumns
-MAX_ROWS = 1 << 27  # mirrors csrc/sm90/rms_norm/rms_norm.cu:kMaxRows
+MAX_COLUMNS, MAX_ROWS = KERNELS["kNormMaxColumns"], KERNELS["kNormMaxRows"]
 TRITON_FORWARD = 4096
 """schedule: a row length, a power of two, for which the forward pass in Triton already runs at memory bandwidth."""
-
-
-@cuda.mirrors("AlignkitNormRows")
-class _Rows(ctypes.Structure):
-    """Mirror of AlignkitNormRows in csrc/sm90/rms_norm/rms_norm.cu."""
-
-    _fields_ = [("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
-
-
-@cuda.mirrors("AlignkitNorm")
-class _Norm(ctypes.Structure):
-    """Mirror of AlignkitNorm in csrc/sm90/rms_norm/rms_norm.cu."""
-
-    _fields_ = [
-        ("x", _Rows),
-        *((name, ctypes.c_void_p) for name in ("weight", "y", "rstd")),
-        *((name, ctypes.c_int) for name in ("rows", "heads", "h", "zero_centered")),
-        ("eps", ctypes.c_float),
-    ]
-
-
-@cuda.mirrors("AlignkitNormGrad")
-class _NormGrad(ctypes.Structure):
-    """Mirror of AlignkitNormGrad in csrc/sm90/rms_norm/rms_norm.cu."""
-
-    _fields_ = [
-        ("x", _Rows),
-        *((name, ctypes.c_void_p) for name in ("dy", "d_total", "weight", "rstd", "dx", "dweight", "workspace")),
-        *((name, ctypes.c_int) for name in ("rows", "heads", "h", "zero_centered", "rounded", "chains")),
-    ]
 
 
 def forward_rejects(p: Norm) -> str | None:
@@ -87,10 +56,10 @@ def _reject(p: Norm, above: int, names: tuple[str, ...]) -> str | None:
     return None
 
 
-def _rows(t: torch.Tensor) -> tuple[torch.Tensor, _Rows, int]:
+def _rows(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.Structure, int]:
     """Return t or a copy of it, which must stay alive until the launch, its rows, and the rows per token."""
     t, heads, token, head = triton_backend.by_head(t)
-    return t, _Rows(t.data_ptr(), token, head), heads
+    return t, cuda.make("AlignkitNormRows", data=t, token=token, head=head), heads
 
 
 def forward(
@@ -101,7 +70,9 @@ def forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(x.numel() // h, dtype=torch.float32, device=x.device)
     _keep_alive, x_rows, heads = _rows(x)
-    p = _Norm(x_rows, weight.data_ptr(), y.data_ptr(), rstd.data_ptr(), len(rstd), heads, h, zero_centered, eps)
+    sizes = {"rows": len(rstd), "heads": heads, "h": h}
+    options = {"zero_centered": zero_centered, "eps": eps}
+    p = cuda.make("AlignkitNorm", x=x_rows, weight=weight, y=y, rstd=rstd, **sizes, **options)
     cuda.call("alignkit_rms_norm", x.device, ctypes.byref(p))
     return x, y, rstd
 
@@ -120,21 +91,22 @@ def backward(
     sums = -(-len(rstd) // triton_backend.DW_ROWS)
     workspace = torch.empty((sums + -(-sums // 128)) * h + -(-h // 128), dtype=torch.float32, device=x.device)
     _keep_alive, x_rows, heads = _rows(x)
-    p = _NormGrad(
-        x_rows,
-        dy.data_ptr(),
-        cuda.pointer(d_total),
-        weight.data_ptr(),
-        rstd.data_ptr(),
-        dx.data_ptr(),
-        dweight.data_ptr(),
-        workspace.data_ptr(),
-        len(rstd),
-        heads,
-        h,
-        zero_centered,
-        dweight_dtype == torch.bfloat16,
-        chains,
+    p = cuda.make(
+        "AlignkitNormGrad",
+        x=x_rows,
+        dy=dy,
+        d_total=d_total,
+        weight=weight,
+        rstd=rstd,
+        dx=dx,
+        dweight=dweight,
+        workspace=workspace,
+        rows=len(rstd),
+        heads=heads,
+        h=h,
+        zero_centered=zero_centered,
+        rounded=dweight_dtype == torch.bfloat16,
+        chains=chains,
     )
     cuda.call("alignkit_rms_norm_grad", x.device, ctypes.byref(p))
     return dx, dweight

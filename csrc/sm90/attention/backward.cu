@@ -18,8 +18,6 @@
 // first. Sequence lengths are read on the device. Tiles, blocks and launch shape change no bits.
 #include "backward.cuh"
 
-ALIGNKIT_LAYOUT(AlignkitAttentionBackward, q, k, v, grad, shift, delta, dq, dk, dv, starts, tokens, sequences, heads,
-                kv_heads, dim, pads, factor, scale)
 
 namespace alignkit {
 namespace {
@@ -413,9 +411,12 @@ cudaError_t launch_dim(const Problem& p, cudaStream_t stream) {
 
 // Run the backward pass for head dimension 64, 96 or 128. Returns a cudaError_t.
 extern "C" int alignkit_attention_backward(const AlignkitAttentionBackward* p, cudaStream_t stream) {
-  if (p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads) return cudaErrorInvalidValue;
+  if (p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->kv_heads < 1 || p->heads % p->kv_heads)
+    return cudaErrorInvalidValue;
   if (p->dim == 128) return alignkit::launch_dim<128>(*p, stream);
   if (p->dim == 96) return alignkit::launch_dim<96>(*p, stream);
   if (p->dim == 64) return alignkit::launch_dim<64>(*p, stream);
   return cudaErrorInvalidValue;
 }
+
+ALIGNKIT_FUNCTION(alignkit_attention_backward)

@@ -15,7 +15,7 @@
 #include "../ptx/wgmma.cuh"
 #include "heads.cuh"
 
-// Arguments, filled by alignkit/ops/attention/cuda_backend.py; ALIGNKIT_LAYOUT is in backward.cu.
+// Arguments, filled by alignkit/ops/attention/cuda_backend.py.
 struct AlignkitAttentionBackward {
   AlignkitHeads q, k, v, grad;  // grad: gradient of the result
   const float *shift, *delta;   // per query, [heads, pads * 128]: see alignkit/ops/attention/gradients.py
@@ -24,6 +24,8 @@ struct AlignkitAttentionBackward {
   int tokens, sequences, heads, kv_heads, dim, pads;
   float factor, scale;  // scale * log2(e) for scores; scale for dQ and dK
 };
+ALIGNKIT_STRUCT(AlignkitAttentionBackward, q, k, v, grad, shift, delta, dq, dk, dv, starts, tokens, sequences, heads,
+                kv_heads, dim, pads, factor, scale)
 
 namespace alignkit {
 namespace {

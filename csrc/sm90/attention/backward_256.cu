@@ -398,7 +398,10 @@ __device__ __forceinline__ void compute(DkvShared& sh, const Problem& p) {
 
 // Run the backward pass for head dimension 256. Returns a cudaError_t.
 extern "C" int alignkit_attention_backward_256(const AlignkitAttentionBackward* p, cudaStream_t stream) {
-  if (p->dim != alignkit::kDim || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads)
+  if (p->dim != alignkit::kDim || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 ||
+      p->kv_heads < 1 || p->heads % p->kv_heads)
     return cudaErrorInvalidValue;
   return alignkit::launch_both<alignkit::DqShared, alignkit::DkvShared>(*p, stream);
 }
+
+ALIGNKIT_FUNCTION(alignkit_attention_backward_256)

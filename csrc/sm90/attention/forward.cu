@@ -46,9 +46,7 @@ struct AlignkitAttention {
   float factor;  // scale of scores times log2(e)
 };
 
-ALIGNKIT_LAYOUT(AlignkitInts, data, wide)
-ALIGNKIT_LAYOUT(AlignkitHeads, data, token, head)
-ALIGNKIT_LAYOUT(AlignkitAttention, q, k, v, out, shift, starts, kv_len, table, table_row, kv_rows, page, width, most,
+ALIGNKIT_STRUCT(AlignkitAttention, q, k, v, out, shift, starts, kv_len, table, table_row, kv_rows, page, width, most,
                 few, far, tokens, sequences, heads, kv_heads, dim, pads, together, factor)
 
 namespace alignkit {
@@ -789,7 +787,6 @@ __global__ void __launch_bounds__(Shared<kDim>::threads, 1)
 
 // Host code.
 
-constexpr int kSpillBytes256 = 102400;  // schedule: bytes per CTA for merged accumulators in global memory, at dim 256
 
 template <int kDim>
 cudaError_t launch(const AlignkitAttention& arguments, void* scratch, int64_t scratch_bytes, cudaStream_t stream) {
@@ -826,8 +823,9 @@ cudaError_t launch(const AlignkitAttention& arguments, void* scratch, int64_t sc
 // does the number of SMs. Returns a cudaError_t.
 extern "C" int alignkit_attention_forward(const AlignkitAttention* p, void* memory, int64_t bytes,
                                           cudaStream_t stream) {
-  if (p->page % 16 || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->heads % p->kv_heads ||
-      (p->together != 1 && p->together * p->kv_heads != p->heads) || p->together > 64)
+  if (p->page % 16 || p->tokens < 0 || p->tokens * int64_t{p->heads} >= 1 << 30 || p->kv_heads < 1 ||
+      p->heads % p->kv_heads || (p->together != 1 && p->together * p->kv_heads != p->heads) ||
+      p->together > 64)
     return cudaErrorInvalidValue;
   using alignkit::launch;
   if (p->dim == 256) return launch<256>(*p, memory, bytes, stream);
@@ -836,3 +834,5 @@ extern "C" int alignkit_attention_forward(const AlignkitAttention* p, void* memo
   if (p->dim == 64) return launch<64>(*p, memory, bytes, stream);
   return cudaErrorInvalidValue;
 }
+
+ALIGNKIT_FUNCTION(alignkit_attention_forward)

@@ -1,22 +1,25 @@
 // Shared by the attention kernels: argument structs, tensor maps of heads, the row store and the layout of statistics.
-// alignkit/ops/attention/cuda_backend.py mirrors the structs; ALIGNKIT_LAYOUT is in forward.cu. The only arithmetic
-// here is the contract's rounding of results, in store_row.
+// The only arithmetic here is the contract's rounding of results, in store_row.
 #pragma once
-#include "../ptx/tma.cuh"
+#include "../../interface.h"
 #include "../ptx/pack.cuh"
 #include "../ptx/thread.cuh"
+#include "../ptx/tma.cuh"
+#include "alignkit/runtime/kernels.h"
 
 // An array of int32, or of int64 if `wide`.
 struct AlignkitInts {
   const void* data;
   int wide;
 };
+ALIGNKIT_STRUCT(AlignkitInts, data, wide)
 
 // A bf16 tensor [tokens, heads, dim]; `token` and `head` are strides in elements.
 struct AlignkitHeads {
   const void* data;
   int64_t token, head;
 };
+ALIGNKIT_STRUCT(AlignkitHeads, data, token, head)
 
 namespace alignkit {
 namespace {
@@ -31,10 +34,6 @@ constexpr int kBoxesPerHead = (kDim + kBoxColumns - 1) / kBoxColumns;
 template <int kProducer, int kConsumer, int kConsumerGroups>
 constexpr bool kRegistersFit =
     kProducer + kConsumerGroups * kConsumer <= (kConsumerGroups + 1) * (65536 / ((kConsumerGroups + 1) * 128) / 8 * 8);
-
-// schedule: the statistics of a sequence start at a multiple of this number and are padded to one, so that blocks are
-// read whole. A multiple of backward.cuh:kBlock; alignkit/ops/attention/common.py mirrors it as PAD.
-constexpr int kStatisticsPad = 128;
 
 __device__ __forceinline__ int64_t load_int(const AlignkitInts& ints, int64_t i) {
   return ints.wide ? static_cast<const int64_t*>(ints.data)[i] : static_cast<const int32_t*>(ints.data)[i];

@@ -47,7 +47,7 @@ struct AlignkitDelta {
   float scale, unit;                 // unit: factor that turns gates into base-2 logarithms
   int wide, half, v_first, columns;  // cu_seqlens is int64; fp16; states are [V, K]; columns of V per CTA, 0: automatic
 };
-ALIGNKIT_LAYOUT(AlignkitDelta, q, k, w, d_o, dv, strides, g, gk, dht, cu_seqlens, dh, dh0, dv2, taken, batch, rows,
+ALIGNKIT_STRUCT(AlignkitDelta, q, k, w, d_o, dv, strides, g, gk, dht, cu_seqlens, dh, dh0, dv2, taken, batch, rows,
                 heads, key_heads, key_dim, value_dim, sequences, chunks, scale, unit, wide, half, v_first, columns)
 
 namespace alignkit {
@@ -872,10 +872,17 @@ cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace alignkit
 
-// Run the kernel. K and V are each 64, 128 or 256: not checked here, but in alignkit/ops/gated_delta_rule/__init__.py.
-// Input strides are multiples of 8, addresses multiples of 16 bytes (cuda_backend.py copies other inputs); all other
-// tensors are dense. Returns a cudaError_t.
+// Run the kernel. K and V are each 64, 128 or 256, and columns are 0, 32, 64 or 128, at most V; otherwise the result is
+// cudaErrorInvalidValue. Not checked here: input strides are multiples of 8 and addresses multiples of 16 bytes
+// (cuda_backend.py copies other inputs); all other tensors are dense. Returns a cudaError_t.
 extern "C" int alignkit_delta_back(const AlignkitDelta* p, cudaStream_t stream) {
   using namespace alignkit;
+  auto is_width = [](int dim) { return dim == 64 || dim == 128 || dim == 256; };
+  bool columns = !p->columns || p->columns == 32 || p->columns == 64 || p->columns == 128;
+  if (!is_width(p->key_dim) || !is_width(p->value_dim) || !columns || p->columns > p->value_dim || p->key_heads < 1 ||
+      p->heads % p->key_heads)
+    return cudaErrorInvalidValue;
   return p->half ? launch_delta<__half>(*p, stream) : launch_delta<__nv_bfloat16>(*p, stream);
 }
+
+ALIGNKIT_FUNCTION(alignkit_delta_back)

@@ -17,14 +17,15 @@
 
 #include <cuda_bf16.h>
 
+#include "../../interface.h"
 #include "../ptx/pdl.cuh"
+#include "alignkit/runtime/kernels.h"
 
 namespace alignkit {
 namespace {
 
 constexpr int kWarps = 8;         // schedule: warps per CTA
 constexpr int kTargetCtas = 256;  // schedule: CTAs that fill the GPU
-constexpr int kMaxTopK = 16;      // mirrors alignkit/ops/moe_experts/cuda_backend.py:MAX_TOP_K (limit: registers)
 
 struct Combine {
   const int64_t* place;  // pair of each id, or -1
@@ -148,6 +149,7 @@ __global__ void __launch_bounds__(kWarps * 32) combine(const In* y, Out* out, co
 
 template <class In, class Out>
 cudaError_t launch_combine(const void* y, void* out, const Combine& p, cudaStream_t stream) {
+  if (p.rows < 1 || p.k < 1 || p.run < 1 || p.columns < 1 || p.columns % kVector<In>) return cudaErrorInvalidValue;
   int row_ctas = (p.rows + kWarps - 1) / kWarps, column_ctas = (p.columns + 32 * kVector<In> - 1) / (32 * kVector<In>);
   dim3 grid(row_ctas, std::clamp(kTargetCtas / row_ctas, 1, column_ctas));
   auto launch = [&](auto kernel) {
@@ -167,8 +169,8 @@ using namespace alignkit;
 
 // Compute out [rows, columns] from y [pairs, columns]. `place`, `ids` and `weights` (or null) are [rows, k]; ids are
 // int32 if `narrow`, otherwise int64. y is bf16 if `from_bf16`, else fp32; out is bf16 if `to_bf16`, else fp32. fp32 to
-// bf16 is not supported, nor is k > kMaxTopK: cudaErrorInvalidValue. Not checked here: rows are at least 1, and rows of
-// both matrices are contiguous multiples of 16 bytes (`combine_rejects` in cuda_backend.py). Returns a cudaError_t.
+// bf16, k > kMaxTopK, and rows of y that are not multiples of 16 bytes give cudaErrorInvalidValue. Not checked here:
+// both matrices are contiguous and aligned to 16 bytes (`combine_rejects` in cuda_backend.py). Returns a cudaError_t.
 extern "C" int alignkit_experts_combine(const void* y, int from_bf16, const int64_t* place, const void* ids, int narrow,
                                         const float* weights, void* out, int to_bf16, int rows, int k, int columns,
                                         int run, int width, cudaStream_t stream) {
@@ -177,3 +179,5 @@ extern "C" int alignkit_experts_combine(const void* y, int from_bf16, const int6
   return to_bf16 ? launch_combine<__nv_bfloat16, __nv_bfloat16>(y, out, p, stream)
                  : launch_combine<__nv_bfloat16, float>(y, out, p, stream);
 }
+
+ALIGNKIT_FUNCTION(alignkit_experts_combine)

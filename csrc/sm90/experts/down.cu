@@ -252,7 +252,7 @@ extern "C" int alignkit_experts_down(const void* a, int64_t a_pitch, const void*
                                      const void* each, const int64_t* offsets, int experts, void* out,
                                      int64_t out_pitch, int round, int pairs, int n, int k, int leaves,
                                      cudaStream_t stream) {
-  if (experts > kMaxExperts) return cudaErrorInvalidValue;
+  if (experts < 1 || experts > kMaxExperts || (leaves > 1 && k % (16 * leaves))) return cudaErrorInvalidValue;
   CUtensorMap maps[2] = {};
   if (cudaError_t e = make_tensor_map(&maps[0], {a, a_pitch}, Layout::kPlain, pairs, k, kRows)) return e;
   if (!each)
@@ -280,3 +280,6 @@ extern "C" int alignkit_experts_down(const void* a, int64_t a_pitch, const void*
 extern "C" int alignkit_experts_down_map(void* map, const void* matrix, int64_t pitch, int rows, int k) {
   return write_tensor_map(map, {matrix, pitch}, rows, k, kDownColumns);
 }
+
+ALIGNKIT_FUNCTION(alignkit_experts_down)
+ALIGNKIT_FUNCTION(alignkit_experts_down_map)

@@ -1,14 +1,13 @@
 // Shared by the grouped GEMMs over experts: the tile scheduler, the kernel prologue and the experts' tensor maps.
 // A pair is one token and one expert that it is routed to. Pairs lie in expert order, so each expert has consecutive
-// rows. The order of tiles changes no bits. alignkit/ops/moe_experts/cuda_backend.py mirrors kMaxExperts.
+// rows. The order of tiles changes no bits.
 #pragma once
 #include "../gemm/gemm.cuh"
 
 namespace alignkit {
 namespace {
 
-constexpr int kMaxExperts = 1024;  // schedule: limit of the kernels (ExpertTable, in shared memory); host code checks
-constexpr int kBandTiles = 16;     // schedule: row tiles per band, which share a weight tile in L2
+constexpr int kBandTiles = 16;  // schedule: row tiles per band, which share a weight tile in L2
 
 // The rows of each expert, in expert order.
 struct Experts {

@@ -140,12 +140,12 @@ using namespace alignkit;
 // Compute y [pairs, features] = silu(gate) * up and, unless h is null, h [pairs, 2 features] = gate | up.
 // Pair i multiplies row row[i] of x [.., k] by its expert's matrix [2 features, k]. The matrices are stacked from
 // `weights` on, with rows `pitch` elements apart. Otherwise `each` holds one map per expert
-// (alignkit_experts_gate_up_map). Not checked here: `features` is a multiple of 8, and rows of x start at multiples of
-// 16 bytes (`gated_rejects` in cuda_backend.py). Returns a cudaError_t.
+// (alignkit_experts_gate_up_map). `features` is a multiple of 8. Not checked here: rows of x start at multiples of 16
+// bytes (`gated_rejects` in cuda_backend.py). Returns a cudaError_t.
 extern "C" int alignkit_experts_gate_up(const void* x, int64_t x_pitch, const int64_t* row, const void* weights,
                                         int64_t pitch, const void* each, const int64_t* offsets, int experts, void* h,
                                         void* y, int pairs, int features, int k, cudaStream_t stream) {
-  if (experts > kMaxExperts) return cudaErrorInvalidValue;
+  if (experts < 1 || experts > kMaxExperts || features < 1 || features % 8) return cudaErrorInvalidValue;
   CUtensorMap map = {};
   if (!each)
     if (cudaError_t e =
@@ -170,3 +170,6 @@ extern "C" int alignkit_experts_gate_up(const void* x, int64_t x_pitch, const in
 extern "C" int alignkit_experts_gate_up_map(void* map, const void* matrix, int64_t pitch, int rows, int k) {
   return write_tensor_map(map, {matrix, pitch}, rows, k, kFeatures);
 }
+
+ALIGNKIT_FUNCTION(alignkit_experts_gate_up)
+ALIGNKIT_FUNCTION(alignkit_experts_gate_up_map)

@@ -189,13 +189,12 @@ using namespace alignkit;
 
 // Compute out [experts, n, k] = a^T b over each expert's pairs, rounded to bf16; 0 for an expert without pairs.
 // Operand a, if `gathers_a`, otherwise b, has its rows selected by `row`, one per pair. If `row` is null, it lies in
-// expert order like the other operand, which has at least `pairs` rows. Not checked here: n and k are multiples of 8,
-// pairs are at least 1, and gathered rows start at multiples of 16 bytes (`gradients_rejects` in cuda_backend.py).
-// Returns a cudaError_t.
+// expert order like the other operand, which has at least `pairs` rows. n and k are multiples of 8. Not checked
+// here: gathered rows start at multiples of 16 bytes (`gradients_rejects` in cuda_backend.py). Returns a cudaError_t.
 extern "C" int alignkit_experts_gradients(const void* a, int64_t a_pitch, const void* b, int64_t b_pitch, int gathers_a,
                                           const int64_t* row, const int64_t* offsets, int experts, void* out, int pairs,
                                           int n, int k, cudaStream_t stream) {
-  if (experts > kMaxExperts) return cudaErrorInvalidValue;
+  if (experts < 1 || experts > kMaxExperts || pairs < 1 || n < 1 || k < 1 || (n | k) % 8) return cudaErrorInvalidValue;
   Matrix of_a{a, a_pitch}, of_b{b, b_pitch};
   int column_tiles = (k + kColumns - 1) / kColumns;
   Gradients p = {gathers_a ? of_a : of_b,
@@ -209,3 +208,5 @@ extern "C" int alignkit_experts_gradients(const void* a, int64_t a_pitch, const 
                  {offsets, experts, column_tiles}};
   return gathers_a ? launch_gradients<true>(p, pairs, stream) : launch_gradients<false>(p, pairs, stream);
 }
+
+ALIGNKIT_FUNCTION(alignkit_experts_gradients)

@@ -2,20 +2,21 @@
 //
 // count_pairs counts each CTA's ids by expert. place_pairs sums the counts of all CTAs and writes every pair behind its
 // expert's earlier ids. All arithmetic is on integers, so no result depends on the schedule.
-// Called by alignkit/ops/moe_experts/cuda_backend.py, which mirrors kIdsPerCta as BLOCK and checks that count < 2^31.
+// Called by alignkit/ops/moe_experts/cuda_backend.py, which checks that count < 2^31.
 //
 // Launch: both kernels use one CTA of 8 warps per kIdsPerCta ids.
 #include <cstdint>
 
+#include "../../interface.h"
 #include "../ptx/pdl.cuh"
+#include "alignkit/runtime/kernels.h"
 
 namespace alignkit {
 namespace {
 
-constexpr int kMaxExperts = 1024;  // mirrors csrc/sm90/experts/experts.cuh:kMaxExperts
-constexpr int kWarps = 8;          // schedule: warps per CTA
-constexpr int kIdsPerLane = 8;     // schedule: ids per lane
-constexpr int kIdsPerCta = kWarps * 32 * kIdsPerLane;
+constexpr int kWarps = 8;  // schedule: warps per CTA
+constexpr int kIdsPerLane = kIdsPerCta / (kWarps * 32);
+static_assert(kIdsPerCta % (kWarps * 32) == 0);
 
 struct Ids {
   const void* ids;  // int64, or int32 if `narrow`
@@ -154,9 +155,11 @@ using namespace alignkit;
 extern "C" int alignkit_experts_pairs(const void* ids, int narrow, int count, int top_k, int64_t first, int experts,
                                       int* counts, int64_t* row, int64_t* choice, int64_t* place, int64_t* offsets,
                                       cudaStream_t stream) {
-  if (experts > kMaxExperts) return cudaErrorInvalidValue;
+  if (count < 1 || top_k < 1 || experts < 1 || experts > kMaxExperts) return cudaErrorInvalidValue;
   Ids p = {ids, narrow != 0, count, top_k, first, experts, counts};
   unsigned ctas = (count + kIdsPerCta - 1) / kIdsPerCta;
   if (cudaError_t e = launch_pdl(count_pairs, ctas, kWarps * 32, 0, stream, p)) return e;
   return launch_pdl(place_pairs, ctas, kWarps * 32, 0, stream, p, PairLists{row, choice, place, offsets});
 }
+
+ALIGNKIT_FUNCTION(alignkit_experts_pairs)

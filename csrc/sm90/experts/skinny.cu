@@ -199,7 +199,7 @@ extern "C" int alignkit_experts_few_down(const void* a, int64_t a_pitch, const v
                                          const void* each, const int64_t* offsets, int experts, void* out,
                                          int64_t out_pitch, int round, int pairs, int n, int k, int leaves,
                                          cudaStream_t stream) {
-  if (experts > kMaxExperts) return cudaErrorInvalidValue;
+  if (experts < 1 || experts > kMaxExperts || (leaves > 1 && k % (16 * leaves))) return cudaErrorInvalidValue;
   CUtensorMap map = {};
   if (!each)
     if (cudaError_t e =
@@ -235,3 +235,6 @@ extern "C" int alignkit_experts_few_down(const void* a, int64_t a_pitch, const v
 extern "C" int alignkit_experts_few_map(void* map, const void* matrix, int64_t pitch, int rows, int k) {
   return write_tensor_map(map, {matrix, pitch}, rows, k, kMatrixRows);
 }
+
+ALIGNKIT_FUNCTION(alignkit_experts_few_down)
+ALIGNKIT_FUNCTION(alignkit_experts_few_map)

@@ -12,11 +12,13 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../../interface.h"
 #include "../ptx/cluster.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/pdl.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
+#include "alignkit/runtime/kernels.h"
 
 namespace alignkit {
 namespace {
@@ -26,7 +28,6 @@ namespace {
 constexpr int kRows = 128;         // schedule: tile rows per CTA
 constexpr int kGroupRows = 64;     // hardware: rows per warpgroup, the M of wgmma
 constexpr int kColumns = 256;      // schedule: tile columns per CTA; a multiple of VOCAB_TILE for head/linear_logp.cu
-constexpr int kStep = 64;          // hardware: k per pipeline stage, a row of 128 bytes, the largest TMA swizzle
 constexpr int kStages = 4;         // schedule: TMA pipeline depth
 constexpr int kClusterSize = 2;    // schedule: CTAs per cluster
 constexpr int kBand = 16;          // schedule: cluster tiles per rasterization band (4096 rows), whose rows stay in L2
@@ -226,8 +227,8 @@ struct FromZero {
   __device__ void prefetch(const Shape&, int, int) const {}
 };
 
-// Mainloop of a consumer warpgroup over the stages that a producer fills, for experts/ too. kCtas: the CTAs of a cluster,
-// whose producers wait until a stage is empty. Shared has `stage`, `full` and `empty`.
+// Mainloop of a consumer warpgroup over the stages that a producer fills, for experts/ too. kCtas: the CTAs of a
+// cluster, whose producers wait until a stage is empty. Shared has `stage`, `full` and `empty`.
 template <bool kATransposed, bool kBTransposed, int kCtas, class Shared>
 struct Mainloop {
   struct Position {

@@ -165,3 +165,5 @@ extern "C" int alignkit_narrow_product(const void* a, int64_t a_pitch, const voi
   return out_bf16 ? launch_narrow(left, right, bias_bf16, m, n, k, static_cast<__nv_bfloat16*>(out), out_pitch, stream)
                   : launch_narrow(left, right, bias_bf16, m, n, k, static_cast<float*>(out), out_pitch, stream);
 }
+
+ALIGNKIT_FUNCTION(alignkit_narrow_product)

@@ -109,7 +109,6 @@ int steps_per_leaf(int k, int leaves) { return (k / leaves + kStep - 1) / kStep;
 // Variant for m <= 64.
 
 constexpr int kQuarterOutputs = 64;  // schedule: outputs (of n) per cluster, fixed: the M of wgmma
-constexpr int kQuarterWidth = 64;    // schedule: limit of quarter_gemm, in rows of a; the host checks
 constexpr int kQuarterDepth = 6;     // schedule: TMA pipeline depth
 
 struct QuarterStage {  // one operand pair per consumer warpgroup
@@ -392,7 +391,7 @@ cudaError_t launch_tree(const Matrix& a, const Matrix& b, int k, int leaves, int
 using namespace alignkit;
 
 // out [m, n] = a . b^T + bias by a k-tree of `leaves` (2, 4 or 8) leaves. Returns a cudaError_t. Arguments out of the
-// ranges below give cudaErrorInvalidValue; only sums_pitch is not checked.
+// ranges below give cudaErrorInvalidValue.
 //
 // - out: fp32 or bf16 with `out_pitch` elements between rows; m <= 65535. bias [n]: bf16 or null.
 // - k / leaves is a multiple of 16.
@@ -405,9 +404,10 @@ extern "C" int alignkit_few_tree(const void* a, int64_t a_pitch, const void* b, 
                                  void* out, int64_t out_pitch, int out_bf16, float* sums, int64_t sums_pitch, int parts,
                                  int width, int multicast_b, int m, int n, int k, int leaves, cudaStream_t stream) {
   bool quarters = parts == 1 && m <= kQuarterWidth && (leaves == 4 || leaves == 8);
-  bool split = sums && (parts == 2 || parts == 4 || parts == 8) &&
+  bool split = sums && sums_pitch % (2 * kOutputs) == 0 && sums_pitch >= n &&
+               (parts == 2 || parts == 4 || parts == 8) &&
                (leaves == parts || leaves == 2 * parts || leaves == 4 * parts);
-  if (m > 65535 || k % (leaves * 16) || !(quarters || split)) return cudaErrorInvalidValue;
+  if (m < 1 || m > 65535 || n < 1 || !(quarters || split) || k % (leaves * 16)) return cudaErrorInvalidValue;
   Matrix left{a, a_pitch}, right{b, b_pitch};
   auto run = [&](auto* dst) {
     using Out = std::remove_pointer_t<decltype(dst)>;
@@ -418,3 +418,5 @@ extern "C" int alignkit_few_tree(const void* a, int64_t a_pitch, const void* b, 
   };
   return out_bf16 ? run(static_cast<__nv_bfloat16*>(out)) : run(static_cast<float*>(out));
 }
+
+ALIGNKIT_FUNCTION(alignkit_few_tree)

@@ -100,3 +100,5 @@ extern "C" int alignkit_few_product(const void* a, int64_t a_pitch, const void* 
   if (m <= 64) return launch_skinny<64>(left, right, m, n, k, out, out_pitch, stream);
   return cudaErrorInvalidValue;
 }
+
+ALIGNKIT_FUNCTION(alignkit_few_product)

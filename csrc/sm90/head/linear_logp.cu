@@ -8,7 +8,7 @@
 // - The formulas of `logit`, `Statistics` and `Gradient`, and kTile, are that section's. Changing one changes bits and
 //   the contract id.
 //
-// AlignkitHead of interface.h holds the arguments, which alignkit/ops/linear_logp/cuda_backend.py fills.
+// AlignkitHead holds the arguments, which alignkit/ops/linear_logp/cuda_backend.py fills.
 // alignkit_cuda_error, at the end, returns the text of a CUDA error for all kernels; it may move to any file.
 #include <cmath>
 #include <type_traits>
@@ -302,7 +302,7 @@ struct AlignkitHead {
   const int64_t* target;
   int64_t first;
 };
-ALIGNKIT_LAYOUT(AlignkitHead, hidden, weight, hidden_pitch, weight_pitch, rows, ids, k, count, before, bias,
+ALIGNKIT_STRUCT(AlignkitHead, hidden, weight, hidden_pitch, weight_pitch, rows, ids, k, count, before, bias,
                 temperature, cap, scale, capped, scaled, target, first)
 
 namespace {
@@ -357,3 +357,7 @@ extern "C" int alignkit_head_gradient(const AlignkitHead* h, const float* lse, c
 
 // Return the message of a cudaError_t. alignkit/runtime/cuda.py calls it for the kernels of all files.
 extern "C" const char* alignkit_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
+ALIGNKIT_FUNCTION(alignkit_head_statistics)
+ALIGNKIT_FUNCTION(alignkit_head_gradient)
+ALIGNKIT_FUNCTION(alignkit_cuda_error)

@@ -161,7 +161,7 @@ struct AlignkitHeadProducts {
   int64_t dweight_pitch;
   int rounded, add;
 };
-ALIGNKIT_LAYOUT(AlignkitHeadProducts, dz, weight, hidden, dz_pitch, weight_pitch, hidden_pitch, rows, ids, d, count,
+ALIGNKIT_STRUCT(AlignkitHeadProducts, dz, weight, hidden, dz_pitch, weight_pitch, hidden_pitch, rows, ids, d, count,
                 before, dhidden, dhidden_pitch, resume, dweight, dweight_pitch, rounded, add)
 
 // dhidden [rows, d] = dz [rows, ids] . weight [ids, d], and dweight [ids, d] = dz^T . hidden [rows, d]; either output
@@ -192,3 +192,5 @@ extern "C" int alignkit_head_products(const AlignkitHeadProducts* p, cudaStream_
   return p->add ? launch_dweight(dz, hidden, s, Added{{}, out}, before, stream)
                 : launch_dweight(dz, hidden, s, Chains<false>{out}, before, stream);
 }
+
+ALIGNKIT_FUNCTION(alignkit_head_products)

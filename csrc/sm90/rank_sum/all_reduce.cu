@@ -1,6 +1,6 @@
 // All-reduce (or reduce-scatter) of fp32 values over tensor-parallel ranks through symmetric memory, plus a bias in
 // fp32, rounded. One kernel per rank and call; it may be captured in a CUDA graph.
-// Called by alignkit/dist/symmetric.py, which mirrors kHeadBytes, kMaxBlocks, kMaxOneBarrier and Form.
+// Called by alignkit/dist/symmetric.py.
 //
 // - Order of summation (docs/contract.md, "Linear"): the balanced tree of rank order; then the bias; then one rounding.
 // - Launch: up to 64 CTAs of 512 threads, the same grid on all ranks, because CTA b synchronizes only with CTA b of the
@@ -45,25 +45,25 @@
 #include <cstdio>
 #include <initializer_list>
 
+#include "../../interface.h"
+#include "alignkit/runtime/kernels.h"
+
 namespace alignkit {
 namespace {
 
-constexpr int kMaxRanks = 8;             // schedule: limit, in ranks, of Head and of the launcher's cases
-constexpr int kThreads = 512;            // schedule: threads per CTA
-constexpr int kMaxBlocks = 64;           // schedule: limit, in CTAs, of Head; CTAs spin, so other kernels need free SMs
-constexpr int kHeadBytes = 16384;        // schedule: bytes reserved for Head before a rank's values
-constexpr int kMaxOneBarrier = 1 << 19;  // schedule: values that a buffer of one-barrier sums holds
+constexpr int kMaxRanks = 8;   // schedule: limit, in ranks, of Head and of the launcher's cases
+constexpr int kThreads = 512;  // schedule: threads per CTA
 constexpr unsigned long long kTaken = ~0ull;  // schedule: mark in place of a running CTA's count
 
-// The start of a rank's memory, zeroed at first. Two buffers of kMaxOneBarrier values for one-barrier sums follow, then
-// `capacity` values for two-barrier sums, then the rounded values.
+// The start of a rank's memory, zeroed at first. Two buffers of kSumMaxOneBarrier values for one-barrier sums follow,
+// then `capacity` values for two-barrier sums, then the rounded values.
 struct Head {
   // Per CTA, barrier parity and rank: the word that the rank wrote, the sum's digest above the barrier's number.
-  uint64_t signals[kMaxBlocks][2][kMaxRanks];
+  uint64_t signals[kSumMaxBlocks][2][kMaxRanks];
   // Per CTA: the last sum's ticket above the number of barriers so far.
-  unsigned long long counts[kMaxBlocks];
+  unsigned long long counts[kSumMaxBlocks];
 };
-static_assert(sizeof(Head) <= kHeadBytes);
+static_assert(sizeof(Head) <= kSumHeadBytes);
 
 // Arguments of one sum.
 struct Sum {
@@ -75,11 +75,7 @@ struct Sum {
   int64_t begin;        // offset of the inputs, in values after the head
 };
 
-constexpr int64_t kTwoBarrierBegin = 2 * kMaxOneBarrier;  // offset of the inputs of two-barrier sums
-
-// kWhole: one-shot all-reduce, every rank adds everything. kSlice: reduce-scatter. kShared: two-shot all-reduce, each
-// rank adds a share and reads the rounded shares of the others.
-enum class Form { kWhole, kSlice, kShared };
+constexpr int64_t kTwoBarrierBegin = 2 * kSumMaxOneBarrier;  // offset of the inputs of two-barrier sums
 
 // The addresses of all ranks' memory, and this rank.
 template <int kRanks>
@@ -89,7 +85,7 @@ struct Ranks {
 
   __device__ __forceinline__ Head* head(int rank) const { return reinterpret_cast<Head*>(memory[rank]); }
   __device__ __forceinline__ float4* sums(int rank, int64_t begin) const {
-    return reinterpret_cast<float4*>(memory[rank] + kHeadBytes) + begin / 4;
+    return reinterpret_cast<float4*>(memory[rank] + kSumHeadBytes) + begin / 4;
   }
 };
 
@@ -326,11 +322,11 @@ cudaError_t capture_id(cudaStream_t stream, unsigned long long& capture) {
 // Return the buffer, 1 or 2, of a one-barrier sum; 0 for a two-barrier sum.
 int choose_buffer(int form, int count, unsigned long long capture, const uint64_t* order) {
   bool one_barrier = capture && capture == order[kCapture] && static_cast<Form>(form) == Form::kWhole &&
-                     count <= kMaxOneBarrier;
+                     count <= kSumMaxOneBarrier;
   return one_barrier ? 1 + (order[kBuffer] == 1) : 0;
 }
 
-int64_t buffer_begin(int buffer) { return buffer ? (buffer - 1) * kMaxOneBarrier : kTwoBarrierBegin; }
+int64_t buffer_begin(int buffer) { return buffer ? (buffer - 1) * kSumMaxOneBarrier : kTwoBarrierBegin; }
 
 // Hash the values.
 uint32_t make_digest(std::initializer_list<int64_t> values) {
@@ -384,8 +380,9 @@ using namespace alignkit;
 extern "C" int alignkit_tree_sum(void* const* memory, int ranks, int rank, int form, int count, int64_t capacity,
                                  int64_t begin, const void* bias, int bias_bf16, int columns, void* y, int y_bf16,
                                  uint64_t* order, uint64_t timeout_ns, int blocks, cudaStream_t stream) {
-  if (count < 1 || blocks < 1 || blocks > kMaxBlocks || capacity % (4 * kMaxRanks) ||
-      (form == 1 && count % (4 * ranks)))
+  Form f = static_cast<Form>(form);
+  if (count < 1 || blocks < 1 || blocks > kSumMaxBlocks || capacity % (4 * kMaxRanks) || rank < 0 || rank >= ranks ||
+      (bias && columns < 1) || (f == Form::kSlice ? count % (4 * ranks) : f != Form::kWhole && f != Form::kShared))
     return cudaErrorInvalidValue;
   unsigned long long capture;
   if (cudaError_t e = capture_id(stream, capture)) return e;
@@ -408,7 +405,6 @@ extern "C" int alignkit_tree_sum(void* const* memory, int ranks, int rank, int f
           timeout_ns,
           count,
           begin};
-  Form f = static_cast<Form>(form);
   switch (ranks) {
     case 2: return launch<2>(memory, rank, f, sum, capacity, b, y, y_bf16 != 0, blocks, stream);
     case 4: return launch<4>(memory, rank, f, sum, capacity, b, y, y_bf16 != 0, blocks, stream);
@@ -426,3 +422,6 @@ extern "C" int alignkit_tree_sum_begin(int form, int count, const uint64_t* orde
   *begin = buffer_begin(choose_buffer(form, count, capture, order));
   return cudaSuccess;
 }
+
+ALIGNKIT_FUNCTION(alignkit_tree_sum)
+ALIGNKIT_FUNCTION(alignkit_tree_sum_begin)

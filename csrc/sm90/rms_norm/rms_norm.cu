@@ -19,6 +19,7 @@
 #include "../ptx/pack.cuh"
 #include "../ptx/pdl.cuh"
 #include "../ptx/tma.cuh"
+#include "alignkit/runtime/kernels.h"
 
 // A strided tensor (others are contiguous): row r is head r % heads of token r / heads; strides in elements.
 struct AlignkitNormRows {
@@ -47,9 +48,9 @@ struct AlignkitNormGrad {
   int chains;   // chains per run; -n: runs of n, then shorter ones; 0: chosen by the launcher
 };
 
-ALIGNKIT_LAYOUT(AlignkitNormRows, data, token, head)
-ALIGNKIT_LAYOUT(AlignkitNorm, x, weight, y, rstd, rows, heads, h, zero_centered, eps)
-ALIGNKIT_LAYOUT(AlignkitNormGrad, x, dy, d_total, weight, rstd, dx, dweight, workspace, rows, heads, h, zero_centered,
+ALIGNKIT_STRUCT(AlignkitNormRows, data, token, head)
+ALIGNKIT_STRUCT(AlignkitNorm, x, weight, y, rstd, rows, heads, h, zero_centered, eps)
+ALIGNKIT_STRUCT(AlignkitNormGrad, x, dy, d_total, weight, rstd, dx, dweight, workspace, rows, heads, h, zero_centered,
                 rounded, chains)
 
 namespace alignkit {
@@ -63,8 +64,6 @@ constexpr int kWarpColumns = 32 * kColumns;  // columns of one vector per lane o
 constexpr int kNarrowThreads = 128;          // schedule: threads per CTA of Narrow teams
 constexpr int kMaxWarps = 32;                // hardware: warps per CTA
 constexpr int kChain = 16;                   // mirrors alignkit/ops/rms_norm/triton_backend.py:DW_ROWS
-constexpr int kMaxRows = 1 << 27;            // schedule: limit of the index arithmetic and of kDweightLevels
-constexpr int kMaxColumns = 1 << 14;         // schedule: limit of the kernels, in which a CTA holds a row in registers
 constexpr int kMaxSharedBytes = 192 << 10;   // schedule: dynamic shared memory per CTA, for the cp.async ring
 
 // Division of n < 2^31 by an invariant divisor, as multiply and shift.
@@ -171,7 +170,7 @@ struct Weight {
 };
 
 // Forward: one CTA per row, held in registers. Two CTAs or more share an SM, so that one loads while another reduces.
-__global__ void __launch_bounds__(kMaxColumns / (kVectors * kColumns), 2)
+__global__ void __launch_bounds__(kNormMaxColumns / (kVectors * kColumns), 2)
     rms_norm(const __grid_constant__ AlignkitNorm p, const Divisor heads) {
   __shared__ float warp_sums[kMaxWarps];
   const uint32_t row = blockIdx.x, rows = p.rows;
@@ -517,7 +516,7 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
 }
 
 constexpr int kDweightWarps = 8;   // schedule: warps per CTA of rms_norm_dweight
-constexpr int kDweightLevels = 9;  // schedule: pending levels, at least 9: kMaxRows are 2^23 chains, 16 * 2^8 per warp
+constexpr int kDweightLevels = 9;  // schedule: pending levels, at least 9: 2^27 rows are 2^23 chains, 16 * 2^8 per warp
 
 // Sum kDweightWarps * batches * kPerBatch leaves by the balanced tree; the result is in the first warp. fetch(b, v)
 // loads batch b.
@@ -643,12 +642,12 @@ cudaError_t max_resident_ctas(int threads, int bytes, uint32_t* ctas) {
 uint32_t ceil_div(uint32_t n, uint32_t by) { return (n + by - 1) / by; }
 
 // True if the kernels support `rows` rows of h columns, h > above.
-bool is_supported(int h, int rows, int above) {
-  return h > above && h % kColumns == 0 && h <= kMaxColumns && rows > 0 && rows <= kMaxRows;
+bool is_supported(int h, int rows, int heads, int above) {
+  return heads > 0 && h > above && h % kColumns == 0 && h <= kNormMaxColumns && rows > 0 && rows <= kNormMaxRows;
 }
 
 cudaError_t launch_norm(const AlignkitNorm& p, cudaStream_t stream) {
-  if (!is_supported(p.h, p.rows, kVectors * kWarpColumns)) return cudaErrorInvalidValue;
+  if (!is_supported(p.h, p.rows, p.heads, kVectors * kWarpColumns)) return cudaErrorInvalidValue;
   rms_norm<<<p.rows, 32 * ceil_div(p.h, kVectors * kWarpColumns), 0, stream>>>(p, Divisor(p.heads));
   return cudaGetLastError();
 }
@@ -736,6 +735,9 @@ extern "C" int alignkit_rms_norm(const AlignkitNorm* p, cudaStream_t stream) {
 // Backward: dx (+ d_total) and dweight. workspace: h floats per 16 rows, h per 2048 rows, and one per 128 columns.
 extern "C" int alignkit_rms_norm_grad(const AlignkitNormGrad* p, cudaStream_t stream) {
   using namespace alignkit;
-  if (!is_supported(p->h, p->rows, 32)) return cudaErrorInvalidValue;
+  if (!is_supported(p->h, p->rows, p->heads, 32)) return cudaErrorInvalidValue;
   return p->d_total ? launch_grad<true>(*p, stream) : launch_grad<false>(*p, stream);
 }
+
+ALIGNKIT_FUNCTION(alignkit_rms_norm)
+ALIGNKIT_FUNCTION(alignkit_rms_norm_grad)
