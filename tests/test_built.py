@@ -164,8 +164,8 @@ def compiled(text: str, folder: Path) -> built.Library:
 def test_library_describes_its_functions_and_structs(tmp_path):
     lib = compiled(SMALL, tmp_path)
     value = torch.tensor([100.0])
-    inner = lib.make("Inner", n=2**40)
-    outer = lib.make("Outer", p=value, i=1, j=2, inner=inner, x=(0, 0, 3))
+    inner = lib.constructor("Inner")(n=2**40)
+    outer = lib.constructor("Outer")(p=value, i=1, j=2, inner=inner, x=(0, 0, 3))
     outer.inner.n = 4
     assert lib.sum(ctypes.byref(outer), 10, 0.5, b"\x01") == 100 + 1 + 2 + 4 + 3 + 10 + 1
     assert inner.n == 2**40
@@ -180,16 +180,16 @@ def test_library_describes_its_functions_and_structs(tmp_path):
         (lambda lib, o: lib.sum(o, 1.0, 1.0, b""), "argument 2"),
         (lambda lib, o: lib.sum(o, torch.zeros(1), 1.0, b""), "argument 2"),
         (lambda lib, o: lib.sum(4096, 1, 1.0, b""), "argument 1: TypeError: pointer: must be a tensor, None or"),
-        (lambda lib, o: lib.make("Inner"), "Inner: fields must be"),
-        (lambda lib, o: lib.make("Inner", n=1, m=1), "Inner: fields must be"),
-        (lambda lib, o: lib.make("Inner", n=1.5), "integer"),
-        (lambda lib, o: lib.make("Inner", n=torch.zeros(1)), "Inner.n: must be a number, got a tensor"),
-        (lambda lib, o: setattr(lib.make("Inner", n=1), "m", 1), "no attribute 'm'"),
+        (lambda lib, o: lib.constructor("Inner")(), r"Inner\(\) missing 1 required keyword-only argument: 'n'"),
+        (lambda lib, o: lib.constructor("Inner")(n=1, m=1), r"Inner\(\) got an unexpected keyword argument 'm'"),
+        (lambda lib, o: lib.constructor("Inner")(n=1.5), "integer"),
+        (lambda lib, o: lib.constructor("Inner")(n=torch.zeros(1)), "integer"),
+        (lambda lib, o: setattr(lib.constructor("Inner")(n=1), "m", 1), "no attribute 'm'"),
     ],
 )
 def test_wrong_arguments_and_fields_are_rejected(tmp_path, call, message):
     lib = compiled(SMALL, tmp_path)
-    outer = lib.make("Outer", p=None, i=1, j=2, inner=lib.make("Inner", n=1), x=(0, 0, 3))
+    outer = lib.constructor("Outer")(p=None, i=1, j=2, inner=lib.constructor("Inner")(n=1), x=(0, 0, 3))
     with pytest.raises((TypeError, AttributeError, ctypes.ArgumentError), match=message):
         call(lib, ctypes.byref(outer))
 
@@ -197,7 +197,10 @@ def test_wrong_arguments_and_fields_are_rejected(tmp_path, call, message):
 def test_unknown_functions_and_structs_are_rejected(tmp_path):
     lib = compiled(SMALL, tmp_path)
     for call in (lambda: lib.other, lambda: lib.struct("Other")):
-        with pytest.raises(BackendError, match="^small.so: must be of the same version .*without .*ther"):
+        with pytest.raises(
+            BackendError,
+            match="^small.so: must be of the same version .*without (other_function|alignkit_struct_Other)",
+        ):
             call()
 
 

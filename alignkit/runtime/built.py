@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class Library:
             raise BackendError(f"{path.name}: cannot be loaded ({e}); {REINSTALL}") from None
         self.path = path
         self.struct = functools.cache(self._struct)
+        self.constructor = functools.cache(self._constructor)
 
     def _described(self, kind: type, symbol: str) -> Any:
         try:
@@ -89,9 +91,8 @@ class Library:
         """Return the function `name`; raise BackendError if the library has none."""
         if name.startswith("__"):
             raise AttributeError(name)
-        described, types = self._described(_Function, f"{name}_function"), []
-        while described.types[len(types)] is not None:
-            types.append(TYPES[described.types[len(types)].decode()])
+        types = [TYPES[kind] for kind in self.types(name)]
+        described = self._described(_Function, f"{name}_function")
         function, number = ctypes.CFUNCTYPE(*types)(described.address), len(types) - 1
 
         def call(*arguments: Any) -> Any:
@@ -102,8 +103,15 @@ class Library:
         setattr(self, name, call)
         return call
 
+    def types(self, name: str) -> list[str]:
+        """Return the names of the types of a function's result and parameters."""
+        described, found = self._described(_Function, f"{name}_function"), []
+        while described.types[len(found)] is not None:
+            found.append(described.types[len(found)].decode())
+        return found
+
     def _struct(self, name: str) -> type[ctypes.Structure]:
-        """Return the ctypes class of the struct `name`; cached as `struct`."""
+        """Return the ctypes class of the struct `name`; cached."""
         table = ctypes.pointer(self._described(_Field, f"alignkit_struct_{name}"))
         rows, fields = [], []
         while table[len(rows)].name is not None:
@@ -122,22 +130,18 @@ class Library:
             )
         return made
 
-    def make(self, name: str, **values: Any) -> ctypes.Structure:
-        """Return a struct with a value for each field; tensors are passed as addresses and must stay alive.
+    def _constructor(self, name: str) -> Callable[..., ctypes.Structure]:
+        """Return a function that makes the struct `name` from a keyword argument for each field; cached.
 
-        Raises:
-            TypeError: a field has no value, or a value has no field or another type.
+        Pointers take tensors and None; the tensors must stay alive. Python itself rejects missing and unknown fields.
         """
         kind = self.struct(name)
-        types = dict(kind._fields_)
-        if values.keys() != types.keys():
-            raise TypeError(f"{name}: fields must be {list(types)}, got {list(values)}")
-        for field, value in values.items():
-            if isinstance(value, torch.Tensor):
-                if types[field] is not ctypes.c_void_p:
-                    raise TypeError(f"{name}.{field}: must be a number, got a tensor")
-                values[field] = value.data_ptr()
-        return kind(**values)
+        fields = {field[0]: field[1] for field in kind._fields_}
+        address = "{0} if {0} is None else {0}.data_ptr()"
+        values = (address.format(field) if of is ctypes.c_void_p else field for field, of in fields.items())
+        made = eval(f"lambda *, {', '.join(fields)}: kind({', '.join(values)})", {"kind": kind})
+        made.__qualname__ = name
+        return made
 
 
 def load(library: Path, part: str) -> Library:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -76,6 +77,6 @@ def call(function: str, device: torch.device, *args) -> None:
         check(getattr(library(), function)(*args, ctypes.c_void_p(stream(index))), function)
 
 
-def make(struct: str, **values) -> ctypes.Structure:
-    """Return a struct of the library with these fields; tensors are passed as addresses and must stay alive."""
-    return library().make(struct, **values)
+def struct(name: str) -> Callable[..., ctypes.Structure]:
+    """Return the constructor of a struct of the library, with a keyword argument for each field."""
+    return library().constructor(name)

@@ -140,7 +140,9 @@ def logits_grad(z, lse, entropy, g_logp, g_entropy, column) -> None:
 
 def _routing(experts, options):
     names = "top_k", "groups", "top_groups", "sigmoid", "normalize", "scale"
-    return ctypes.byref(library().make("Routing", experts=experts, **{name: getattr(options, name) for name in names}))
+    return ctypes.byref(
+        library().constructor("Routing")(experts=experts, **{name: getattr(options, name) for name in names})
+    )
 
 
 def route(z, bias, options, weights, ids) -> None:
@@ -155,8 +157,7 @@ def _attention(q, k, v, q_start, kv_start, kv_rows, scale):
     strides = {
         f"{n}_{d}": t.stride(i) for n, t in (("q", q), ("k", k), ("v", v)) for i, d in enumerate(("row", "head"))
     }
-    made = library().make(
-        "Attention",
+    made = library().constructor("Attention")(
         dtype=DTYPES[q.dtype],
         threads=torch.get_num_threads(),
         heads_q=q.shape[1],

@@ -60,12 +60,12 @@ def paged_rejects(p: Attention) -> str | None:
     return rejects(p)
 
 
-def _ints(t: torch.Tensor | None) -> ctypes.Structure:
-    return cuda.make("AlignkitInts", data=t, wide=t is not None and t.dtype == torch.int64)
+def _ints(t: torch.Tensor) -> ctypes.Structure:
+    return cuda.struct("AlignkitInts")(data=t, wide=t.dtype == torch.int64)
 
 
 def _heads(t: torch.Tensor) -> ctypes.Structure:
-    return cuda.make("AlignkitHeads", data=t, token=t.stride(0), head=t.stride(1))
+    return cuda.struct("AlignkitHeads")(data=t, token=t.stride(0), head=t.stride(1))
 
 
 def arguments(
@@ -77,16 +77,16 @@ def arguments(
     and the maximum queries of a sequence.
     """
     tokens, heads, dim = q.shape
-    return cuda.make(
-        "AlignkitAttention",
+    null = cuda.struct("AlignkitInts")(data=None, wide=0)
+    return cuda.struct("AlignkitAttention")(
         q=_heads(q),
         k=_heads(k),
         v=_heads(v),
         out=out,
         shift=shift,
         starts=_ints(starts),
-        kv_len=_ints(kv_len),
-        table=_ints(table),
+        kv_len=null if kv_len is None else _ints(kv_len),
+        table=null if table is None else _ints(table),
         table_row=0 if table is None else table.stride(0),
         kv_rows=k.shape[0],
         page=page,
@@ -134,8 +134,7 @@ def forward(q, k, v, starts, scale: float, tile_heads: int = 1):
 def gradients(q, k, v, d_out, shift, delta, grads, starts, scale: float) -> Any:
     """Return the arguments of the backward kernels; `grads`: contiguous dq, dk and dv."""
     dq, dk, dv = grads
-    return cuda.make(
-        "AlignkitAttentionBackward",
+    return cuda.struct("AlignkitAttentionBackward")(
         q=_heads(q),
         k=_heads(k),
         v=_heads(v),

@@ -55,8 +55,7 @@ def bwd_dhu(
     """
     taken = None if cu_seqlens is None else torch.empty(1, dtype=torch.int32, device=q.device)
     q, k, w, do, dv = inputs = [_copied(t) for t in (q, k, w, do, dv)]
-    p = cuda.make(
-        "AlignkitDelta",
+    p = cuda.struct("AlignkitDelta")(
         q=q,
         k=k,
         w=w,

@@ -69,8 +69,7 @@ def head_products_rejects(p: HeadProducts) -> str | None:
 
 def _head(hidden, weight, transform, temperature, target, first: int, count, before: int) -> ctypes.Structure:
     cap, scale, (ids, k) = transform.soft_cap, transform.logit_scale, weight.shape
-    return cuda.make(
-        "AlignkitHead",
+    return cuda.struct("AlignkitHead")(
         hidden=hidden,
         weight=weight,
         hidden_pitch=hidden.stride(0),
@@ -176,8 +175,7 @@ def head_products(dz, hidden, weight, dhidden, dweight, resume: bool, add: bool,
     `count` and `before` as for `head_statistics`; rows beyond the count are treated as zeros.
     """
     n, c = dz.shape
-    products = cuda.make(
-        "AlignkitHeadProducts",
+    products = cuda.struct("AlignkitHeadProducts")(
         dz=dz,
         weight=weight,
         hidden=hidden,

@@ -59,7 +59,7 @@ def _reject(p: Norm, above: int, names: tuple[str, ...]) -> str | None:
 def _rows(t: torch.Tensor) -> tuple[torch.Tensor, ctypes.Structure, int]:
     """Return t or a copy of it, which must stay alive until the launch, its rows, and the rows per token."""
     t, heads, token, head = triton_backend.by_head(t)
-    return t, cuda.make("AlignkitNormRows", data=t, token=token, head=head), heads
+    return t, cuda.struct("AlignkitNormRows")(data=t, token=token, head=head), heads
 
 
 def forward(
@@ -72,7 +72,7 @@ def forward(
     _keep_alive, x_rows, heads = _rows(x)
     sizes = {"rows": len(rstd), "heads": heads, "h": h}
     options = {"zero_centered": zero_centered, "eps": eps}
-    p = cuda.make("AlignkitNorm", x=x_rows, weight=weight, y=y, rstd=rstd, **sizes, **options)
+    p = cuda.struct("AlignkitNorm")(x=x_rows, weight=weight, y=y, rstd=rstd, **sizes, **options)
     cuda.call("alignkit_rms_norm", x.device, ctypes.byref(p))
     return x, y, rstd
 
@@ -91,8 +91,7 @@ def backward(
     sums = -(-len(rstd) // triton_backend.DW_ROWS)
     workspace = torch.empty((sums + -(-sums // 128)) * h + -(-h // 128), dtype=torch.float32, device=x.device)
     _keep_alive, x_rows, heads = _rows(x)
-    p = cuda.make(
-        "AlignkitNormGrad",
+    p = cuda.struct("AlignkitNormGrad")(
         x=x_rows,
         dy=dy,
         d_total=d_total,

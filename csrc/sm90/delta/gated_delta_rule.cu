@@ -872,15 +872,14 @@ cudaError_t launch_delta(const AlignkitDelta& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace alignkit
 
-// Run the kernel. K and V are each 64, 128 or 256, and columns are 0, 32, 64 or 128, at most V; otherwise the result is
+// Run the kernel. K and V are each 64, 128 or 256, and columns are 0, 32, 64 or 128; otherwise the result is
 // cudaErrorInvalidValue. Not checked here: input strides are multiples of 8 and addresses multiples of 16 bytes
 // (cuda_backend.py copies other inputs); all other tensors are dense. Returns a cudaError_t.
 extern "C" int alignkit_delta_back(const AlignkitDelta* p, cudaStream_t stream) {
   using namespace alignkit;
   auto is_width = [](int dim) { return dim == 64 || dim == 128 || dim == 256; };
   bool columns = !p->columns || p->columns == 32 || p->columns == 64 || p->columns == 128;
-  if (!is_width(p->key_dim) || !is_width(p->value_dim) || !columns || p->columns > p->value_dim || p->key_heads < 1 ||
-      p->heads % p->key_heads)
+  if (!is_width(p->key_dim) || !is_width(p->value_dim) || !columns || p->key_heads < 1 || p->heads % p->key_heads)
     return cudaErrorInvalidValue;
   return p->half ? launch_delta<__half>(*p, stream) : launch_delta<__nv_bfloat16>(*p, stream);
 }
