@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from alignkit.ops.record import Op
 from alignkit.ops.registry import RECORDS
 from alignkit.ops.samples import Sample, Scalar, Source, Tensor, custom
 from alignkit.runtime import dispatch
+from alignkit.testing import assert_bitwise_equal
 
 GENERATORS: dict[Callable[[Source], Sample], int] = {
     generator: weight for record in RECORDS for generator, weight in record.samples().items()
@@ -59,10 +60,63 @@ def expected(sample: Sample, args: dict[str, Any]) -> Any:
         return (sample.reference or sample.call)(**args)
 
 
-def examples(record: Op, count: int = 1, rows: int | None = None, style: str | None = "normal") -> list[Sample]:
+def generate(generator: Callable[[Source], Sample], seed: object, style: str | None = "normal", **more) -> Sample:
+    """Return the sample of a generator for `seed`; `more` are further arguments of `Source`."""
+    with torch.device("cpu"):
+        return generator(Source(random.Random(f"{generator.__name__}:{seed}"), style, **more))
+
+
+def examples(record: Op, count: int = 1, **more) -> list[Sample]:
     """Return `count` fixed samples of each of a record's generators."""
-    return [
-        generator(Source(random.Random(f"{generator.__name__}:{seed}"), style, rows))
-        for generator in record.samples()
-        for seed in range(count)
-    ]
+    return [generate(generator, seed, **more) for generator in record.samples() for seed in range(count)]
+
+
+def example(generator: Callable[[Source], Sample], **more) -> Sample:
+    """Return the first sample of a generator that has values in each tensor."""
+    samples = (generate(generator, seed, **more) for seed in range(100))
+    return next(s for s in samples if all(t.value is not None and t.value.numel() for t in s.tensors().values()))
+
+
+def arguments(sample: Sample) -> dict[str, Any]:
+    """Return the arguments of a sample on the device of the tests, without tensors that the op would write to."""
+    device = torch.get_default_device()
+    return {
+        name: None if getattr(a, "written", False) else a.value.to(device) if name in sample.tensors() else a.value
+        for name, a in sample.given.items()
+    }
+
+
+def leaves_of(sample: Sample) -> list[str]:
+    """Return the names of the arguments whose gradients the op computes."""
+    return [] if sample.forward_only else [name for name, t in sample.tensors().items() if t.leaf]
+
+
+def random_gradient(i: int, result: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of result number `i`."""
+    generator = torch.Generator(device="cpu").manual_seed(i)
+    return torch.randn(result.shape, generator=generator, device="cpu").to(result)
+
+
+def results(
+    call: Callable,
+    args: dict[str, Any],
+    leaves: Iterable[str] = (),
+    gradient: Callable[[int, torch.Tensor], torch.Tensor] = random_gradient,
+) -> dict[str, torch.Tensor]:
+    """Return the results of a call, and the gradients of `leaves`, by name."""
+    args = args | {name: args[name].detach().clone().requires_grad_() for name in leaves}
+    out = call(**args)
+    found = {f"result {i}": t for i, t in enumerate(out if isinstance(out, tuple) else (out,)) if t is not None}
+    roots = [(i, t) for i, t in enumerate(found.values()) if t.requires_grad]
+    if roots:
+        gradients = [gradient(i, t) for i, t in roots]
+        torch.autograd.backward([t for _, t in roots], gradients)
+    found |= {f"gradient of {name}": args[name].grad for name in leaves if args[name].grad is not None}
+    return {name: t.detach() for name, t in found.items()}
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str = "") -> None:
+    """Check that results have equal names and bits."""
+    assert got.keys() == want.keys(), what
+    for name, t in want.items():
+        assert_bitwise_equal(got[name], t, f"{what}: {name}")

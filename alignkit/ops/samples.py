@@ -89,13 +89,13 @@ class Sample:
 class Source:
     """Random values of one sample: numbers from `rng`, tensor values from a torch generator."""
 
-    def __init__(self, rng: random.Random, style: str | None = None, rows: int | None = None):
-        """Start a sample of values of `style` and with `rows` rows; None selects random ones."""
+    def __init__(self, rng: random.Random, style: str | None = None, rows: int | None = None, scale: int = 1):
+        """Start a sample of values of `style` and with `rows` rows, None for random ones; `scale` multiplies sizes."""
         self.rng = rng
         self.generator = torch.Generator(device="cpu").manual_seed(rng.getrandbits(62))
         styles = ("normal", "large", "tiny", "extreme", "special", "zeros")
         self.style = style or rng.choices(styles, (60, 8, 10, 6, 10, 6))[0]
-        self.rows = rows
+        self.rows, self.scale = rows, scale
 
     def chance(self, p: float) -> bool:
         return self.rng.random() < p
@@ -104,6 +104,7 @@ class Source:
         """Return a size, more often a small one; 0 only if `least` is 0."""
         if least == 0 and self.chance(0.05):
             return 0
+        most *= self.scale
         return min(most, int(self.rng.expovariate(3 / most)) + 1)
 
     def lead(self, least: int = 0) -> list[int]:

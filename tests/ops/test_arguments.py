@@ -1,7 +1,7 @@
 """Every argument of every op, replaced by values of other kinds and ranges, raises one clear error.
 
-The error begins with the caller's argument name; torch's defaults and modes do not matter. A new op needs its valid
-arguments in BASE. A subprocess imports `BASE` and `call` by name. test_bad_input.py lists single cases.
+The error begins with the caller's argument name; torch's defaults and modes do not matter. The valid calls follow from
+the ops' samples. A subprocess imports `BASE` and `call` by name. test_bad_input.py lists single cases.
 """
 
 import fractions
@@ -16,129 +16,55 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from alignkit import ops
 from alignkit.errors import BackendError, InputError, UnsupportedError
 from alignkit.ops import library
-from alignkit.ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu, fla
+from alignkit.ops.gated_delta_rule import fla
+from alignkit.ops.samples import Scalar
 from alignkit.runtime import dispatch
 from alignkit.testing import assert_bitwise_equal
+from tests.samples import GENERATORS, arguments, assert_same, example, results
 
 from .helpers import CPU
 
 X, W, B, T = torch.randn(6, 16), torch.randn(8, 16), torch.randn(8), torch.tensor([0, 1, 2, 3, -100, 5])
-N, Q, KV, CU, POS = (
-    torch.randn(16),
-    torch.randn(6, 4, 8),
-    torch.randn(6, 2, 8),
-    torch.tensor([0, 2, 6]),
-    torch.arange(6),
-)
+Q, KV, CU, POS = torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.tensor([0, 2, 6]), torch.arange(6)
 CACHE, PAGES = torch.randn(3, 4, 2, 8), torch.tensor([[0, 1], [2, 0]])
 TABLE = ops.rope_table(8, 16, 1e4, X.device)
-RULE, PACKED = torch.randn(1, 70, 1, 64), torch.tensor([0, 70])
 
-LOGITS, IDS = torch.randn(6, 8), torch.tensor([[0, 2], [1, 0], [2, -1], [-1, -1], [2, 1], [0, 1]])
-SHARES, EXPERTS = torch.rand(6, 2), {"gate_up": torch.randn(3, 24, 16), "down": torch.randn(3, 16, 12)}
+BASE = {f"{sample.op} {g.__name__}": sample for g in GENERATORS if not (sample := example(g, rows=6)).schema}
+"""Name of an op and its generator -> a valid call of a public function."""
+SCALARS = {(name, n): a for name, sample in BASE.items() for n, a in sample.given.items() if isinstance(a, Scalar)}
+TENSORS = [(name, n) for name, sample in BASE.items() for n in sample.given if (name, n) not in SCALARS]
+VALUES = ("temperature",)
+"""Arguments that may be a number or a tensor."""
 
-BASE = {
-    "linear": (ops.linear, {"x": X, "weight": W, "bias": B}),
-    "row_parallel_linear": (ops.row_parallel_linear, {"x": X, "weight": W, "bias": B}),
-    "rms_norm": (ops.rms_norm, {"x": X, "weight": N, "eps": 1e-6, "residual": X}),
-    "silu_mul": (ops.silu_mul, {"gate": X, "up": X}),
-    "sigmoid_mul": (ops.sigmoid_mul, {"gate": X[:, :1], "x": X}),
-    "moe_router": (ops.moe_router, {"logits": LOGITS, "top_k": 2, "score": "sigmoid", "bias": B, "groups": 2}),
-    "moe_experts": (ops.moe_experts, {"x": X, "ids": IDS, "weights": SHARES, **EXPERTS}),
-    "rope": (ops.rope, {"x": Q, "positions": POS, "table": TABLE}),
-    "qk_norm_rope": (
-        ops.qk_norm_rope,
-        {"q": Q, "k": KV, "q_weight": B, "k_weight": B, "eps": 1e-6, "positions": POS, "table": TABLE},
-    ),
-    "rope_table": (ops.rope_table, {"head_dim": 8, "max_position": 16, "base": 1e4, "device": X.device}),
-    "attention": (ops.attention, {"q": Q, "k": KV, "v": KV, "cu_seqlens": CU}),
-    "paged_attention": (
-        ops.paged_attention,
-        {
-            "q": Q,
-            "k_cache": CACHE,
-            "v_cache": CACHE,
-            "block_table": PAGES,
-            "query_start_loc": CU,
-            "seq_lens": torch.tensor([2, 4]),
-        },
-    ),
+
+PAGED = {"q": Q, "k_cache": CACHE, "v_cache": CACHE, "block_table": PAGES, "query_start_loc": CU}
+FIXED = {
+    "paged_attention": (ops.paged_attention, PAGED | {"seq_lens": torch.tensor([2, 4])}),
     "linear_logp": (ops.linear_logp, {"hidden": X, "weight": W, "target": T, "bias": B}),
-    "logp_from_logits": (ops.logp_from_logits, {"logits": X, "target": T}),
-    "head_logits": (ops.head_logits, {"hidden": X, "weight": W, "bias": B}),
-    "log_softmax": (ops.log_softmax, {"logits": X}),
-    "token_logp": (ops.token_logp, {"logits": X, "token_ids": T[:, None].clamp(min=0)}),
-    "chunk_gated_delta_rule_bwd_dhu": (
-        chunk_gated_delta_rule_bwd_dhu,
-        {"q": RULE, "k": RULE, "w": RULE, "do": RULE, "dv": RULE, "g": RULE[..., 0], "cu_seqlens": PACKED},
-    ),
+    "rope": (ops.rope, {"x": Q, "positions": POS, "table": TABLE}),
+    "rope_table": (ops.rope_table, {"head_dim": 8, "max_position": 16, "base": 1e4}),
     "fla": (
         fla.chunk_gated_delta_rule_bwd_dhu,
-        {"q": RULE, "k": RULE, "w": RULE, "do": RULE, "dv": RULE, "g": RULE[..., 0], "cu_seqlens": PACKED},
+        dict.fromkeys(("q", "k", "w", "do", "dv"), torch.randn(1, 70, 1, 64)) | {"cu_seqlens": torch.tensor([0, 70])},
     ),
 }
-NUMBERS = {
-    "rms_norm": ["eps"],
-    "qk_norm_rope": ["eps"],
-    "moe_router": ["scale"],
-    "rope_table": ["base"],
-    "attention": ["scale"],
-    "paged_attention": ["scale"],
-    "linear_logp": ["temperature", "soft_cap", "logit_scale"],
-    "logp_from_logits": ["temperature"],
-    "head_logits": ["soft_cap", "logit_scale"],
-    "log_softmax": ["temperature"],
-    "token_logp": ["temperature"],
-    "chunk_gated_delta_rule_bwd_dhu": ["scale"],
-    "fla": ["scale"],
-}
-INTEGERS = {
-    "moe_router": ["top_k", "groups", "top_groups"],
-    "moe_experts": ["num_experts", "first_expert"],
-    "rope_table": ["head_dim", "max_position"],
-    "rope": ["rotary_dim"],
-    "qk_norm_rope": ["rotary_dim"],
-    "log_softmax": ["vocab_size"],
-    "linear_logp": ["ignore_index", "vocab_size", "vocab_start", "workspace"],
-    "logp_from_logits": ["ignore_index", "vocab_size", "vocab_start"],
-    "chunk_gated_delta_rule_bwd_dhu": ["num_chunks"],
-    "fla": ["chunk_size"],
-}
-FLAGS = {
-    "moe_router": ["normalize"],
-    "moe_experts": ["gather"],
-    "linear": ["sequence_parallel"],
-    "row_parallel_linear": ["sequence_parallel"],
-    "rms_norm": ["zero_centered"],
-    "qk_norm_rope": ["zero_centered"],
-    "linear_logp": ["return_entropy", "keep_logits"],
-    "logp_from_logits": ["return_entropy"],
-    "chunk_gated_delta_rule_bwd_dhu": ["state_v_first", "base2", "need_dh0"],
-    "fla": ["state_v_first", "use_exp2", "transpose_state_layout"],
-}
-OPTIONAL = {"scale", "rotary_dim", "num_experts", "soft_cap", "vocab_size", "workspace", "num_chunks"}
-NAMED = {
-    "ep": ["moe_experts"],
-    "tp": ["moe_experts", "linear", "row_parallel_linear", "linear_logp", "logp_from_logits"],
-    "out_dtype": ["linear", "row_parallel_linear"],
-    "out": ["paged_attention"],
-    "main_grad": ["linear_logp"],
-}
+"""Calls for the tests of one op."""
 
 
 def call(name, **change):
-    function, arguments = BASE[name]
-    return function(**(arguments | change))
+    """Make the valid call `name` with changed arguments."""
+    function, args = FIXED[name] if name in FIXED else (BASE[name].call, arguments(BASE[name]))
+    return function(**args | change)
 
 
-def assert_rejected(name, argument, value, kind=InputError):
-    with pytest.raises(kind) as e:
+def assert_rejected(name, argument, value):
+    with pytest.raises(InputError) as e:
         call(name, **{argument: value})
     assert str(e.value).startswith(f"{argument}: "), str(e.value)
 
 
-def pairs(table):
-    return [(name, argument) for name, arguments in table.items() for argument in arguments]
+def of_kind(*kinds):
+    return pytest.mark.parametrize("name,argument", [key for key, a in SCALARS.items() if a.kind in kinds])
 
 
 @pytest.mark.parametrize("name", BASE)
@@ -146,62 +72,60 @@ def test_base_call_is_valid(name):
     call(name)
 
 
-@pytest.mark.parametrize("name,argument", pairs(NUMBERS))
+@of_kind("positive", "positive finite", "finite")
 def test_number_rejects_other_kinds_and_ranges(name, argument):
-    wrong = [
-        "x",
-        [1.0],
-        True,
-        1j,
-        float("nan"),
-        float("inf"),
-        -float("inf"),
-        10**400,
-        1e39,
-        np.float32("nan"),
-        np.ones(2),
-        torch.float32,
-    ]
-    if argument != "temperature":
-        wrong.append(torch.tensor(1.0))
-    if argument not in OPTIONAL:
-        wrong.append(None)
-    if argument not in ("logit_scale", "scale") or "attention" in name:
-        wrong += [0, 0.0, -1.0, 1e-60]
+    a = SCALARS[name, argument]
+    wrong = ["x", [1.0], True, 1j, np.ones(2), torch.float32, *a.bad]
+    wrong += [float("nan"), float("inf"), -float("inf"), 10**400, 1e39, np.float32("nan")]
+    wrong += [torch.tensor(1.0)] * (argument not in VALUES) + [None] * (not a.optional)
+    wrong += [0, 0.0, -1.0, 1e-60] * (a.kind != "finite")
     for value in wrong:
         assert_rejected(name, argument, value)
-    want = call(name, **{argument: 2.0})
+    want = results(lambda: call(name, **{argument: 2.0}), {})
     for value in (2, np.float32(2), np.float64(2), np.int64(2), fractions.Fraction(2)):
-        got = call(name, **{argument: value})
-        for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, want)), strict=True):
-            assert a is b or torch.equal(a, b), repr(value)
+        assert_same(results(lambda value=value: call(name, **{argument: value}), {}), want, repr(value))
 
 
-@pytest.mark.parametrize("name,argument", pairs(INTEGERS))
+@of_kind("int", "positive int")
 def test_integer_rejects_other_kinds_and_ranges(name, argument):
-    wrong = ["x", 6.5, 6.0, True, float("nan"), 2**70, torch.tensor(6), np.float64(6), [6]]
-    wrong += [None] * (argument not in OPTIONAL) + [-3] * (argument != "ignore_index")
+    a = SCALARS[name, argument]
+    wrong = ["x", 6.5, 6.0, True, float("nan"), 2**70, torch.tensor(6), np.float64(6), [6], *a.bad]
+    wrong += [None] * (not a.optional) + [0, -3] * (a.kind == "positive int")
     for value in wrong:
         assert_rejected(name, argument, value)
-    right = {"vocab_start": 0, "num_chunks": 2, "chunk_size": 64, "vocab_size": 7}
-    right |= {"top_k": 2, "groups": 2, "top_groups": 1, "num_experts": 3, "first_expert": 0}
-    right = right.get(argument, 8)
-    if argument == "ignore_index":
-        right = -100
-    call(name, **{argument: np.int32(right)})
+    if a.value is not None:
+        call(name, **{argument: np.int32(a.value)})
 
 
-@pytest.mark.parametrize("name,argument", pairs(FLAGS))
+@of_kind("flag")
 def test_flag_rejects_other_kinds(name, argument):
     for value in ("x", None, 2, 1.0, torch.tensor(True), []):
         assert_rejected(name, argument, value)
-    call(name, **{argument: np.bool_(False)})
+    call(name, **{argument: np.bool_(SCALARS[name, argument].value)})
 
 
-@pytest.mark.parametrize("argument,name", [(argument, name) for argument, names in NAMED.items() for name in names])
-def test_other_argument_rejects_other_kinds(argument, name):
+@of_kind("tp", "dtype", "score")
+def test_other_argument_rejects_other_kinds(name, argument):
+    for value in (3, "x", 1.0, [], np.ones(2), *SCALARS[name, argument].bad):
+        assert_rejected(name, argument, value)
+
+
+@pytest.mark.parametrize("name,argument", [key for key in TENSORS if key[1] not in VALUES])
+def test_tensor_argument_rejects_other_kinds(name, argument):
     for value in (3, "x", 1.0, [], np.ones(2)):
         assert_rejected(name, argument, value)
+
+
+@pytest.mark.parametrize(
+    "name,fault", [(name, fault[0]) for name, sample in BASE.items() for fault in sample.faults], ids=str
+)
+def test_fault_of_an_op_is_rejected_by_name(name, fault):
+    """The faults are those of the samples, such as ids out of range."""
+    (_, put, names), args = next(f for f in BASE[name].faults if f[0] == fault), arguments(BASE[name])
+    put(args)
+    with pytest.raises(InputError) as e:
+        BASE[name].call(**args)
+    assert str(e.value).startswith(tuple(names)), str(e.value)
 
 
 def unreadable(t):
@@ -223,24 +147,24 @@ def unreadable(t):
     yield "zero", torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device)
     yield "number", 3
     yield "list", t.tolist()
-    yield "array", t.cpu().numpy()
+    yield "array", t.float().cpu().numpy()
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", BASE)
-def test_tensor_argument_rejects_unreadable_tensors(name):
-    for argument, t in BASE[name][1].items():
-        if isinstance(t, torch.Tensor):
-            for kind, value in unreadable(t):
-                if value is None:
-                    continue
-                with pytest.raises((InputError, BackendError)) as e:
-                    call(name, **{argument: value})
-                message = str(e.value)
-                # An error about two devices or dtypes may name the other tensor.
-                assert message.startswith(f"{argument}: ") or (
-                    kind in ("meta", "float64") and f"{argument}'s" in message
-                ), (argument, kind, message)
+@pytest.mark.parametrize("name,argument", [key for key in TENSORS if key[1] not in VALUES])
+def test_tensor_argument_rejects_unreadable_tensors(name, argument):
+    t = arguments(BASE[name])[argument]
+    for kind, value in unreadable(t) if t is not None else ():
+        if value is None:
+            continue
+        with pytest.raises((InputError, BackendError)) as e:
+            call(name, **{argument: value})
+        message = str(e.value)
+        # An error about two devices or dtypes may name the other tensor.
+        assert message.startswith(f"{argument}: ") or (kind in ("meta", "float64") and f"{argument}'s" in message), (
+            kind,
+            message,
+        )
 
 
 def test_errors_use_the_callers_names():
@@ -268,7 +192,7 @@ def test_errors_use_the_callers_names():
         call("rope", x=Q[..., :7], table=TABLE[:, :7])
     for argument in ("table", "positions"):
         with pytest.raises(InputError, match=f"^{argument}: device"):
-            call("rope", **{argument: BASE["rope"][1][argument].to("meta")})
+            call("rope", **{argument: FIXED["rope"][1][argument].to("meta")})
     for device in ("nowhere", "cuda:99", None, 1.5):
         assert_rejected("rope_table", "device", device)
 
@@ -297,25 +221,15 @@ def test_output_that_shares_memory_is_rejected():
         call("paged_attention", q=q, out=q)
 
 
-def test_empty_batches_are_valid():
-    assert call("row_parallel_linear", x=X[:0]).shape == (0, 8)
-    assert call("silu_mul", gate=X[:, :0], up=X[:, :0]).shape == (6, 0)
-    assert [t.shape[0] for t in call("rms_norm", x=X[:0], residual=X[:0])] == [0, 0]
+def test_batches_without_sequences():
     none = torch.zeros(0, dtype=torch.int64)
     empty = {"q": Q[:0], "block_table": PAGES[:0], "query_start_loc": torch.tensor([0]), "seq_lens": none}
     assert call("paged_attention", **empty).shape == (0, 4, 8)
-    leaves = [t.clone().requires_grad_() for t in (X[:0], W, B)]
-    for function in (ops.linear, ops.row_parallel_linear):
-        function(*leaves).sum().backward()
-    assert all(bool((t.grad == 0).all()) for t in leaves)
-    x, up = (X[:, :0].clone().requires_grad_() for _ in range(2))
-    ops.silu_mul(x, up).sum().backward()
     with pytest.raises(InputError, match="^cu_seqlens: at least one sequence must have rows|^q: must not be empty"):
         call(
-            "chunk_gated_delta_rule_bwd_dhu",
+            "fla",
+            **{name: t[:, :0] for name, t in FIXED["fla"][1].items() if t.ndim > 1},
             cu_seqlens=torch.tensor([0, 0]),
-            g=RULE[:, :0, :, 0],
-            **dict.fromkeys(("q", "k", "w", "do", "dv"), RULE[:, :0]),
         )
 
 
@@ -340,15 +254,13 @@ EVERYTHING = """
 import torch
 from alignkit.runtime import dispatch
 from tests.ops.test_arguments import BASE, call
-from tests.ops.test_autograd import OPS, leaves_of
+from tests.samples import arguments, leaves_of, results
 from alignkit.ops.rope import _table
+given = {name: arguments(sample) for name, sample in BASE.items()}
 def everything():
     _table.cache_clear()
-    for name in BASE:
-        call(name)
-    for function, tensors in OPS.values():
-        out = function(*leaves_of(tensors))
-        sum(o.sum() for o in (out if isinstance(out, tuple) else (out,))).backward()
+    for name, sample in BASE.items():
+        results(sample.call, given[name], leaves_of(sample))
 """
 
 

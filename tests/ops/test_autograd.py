@@ -1,6 +1,6 @@
 """Autograd of the ops: first gradients are supported; second gradients and transforms raise one clear error.
 
-A new op needs an entry in OPS.
+The calls follow from the ops' samples.
 """
 
 import pytest
@@ -11,83 +11,70 @@ from alignkit import ops
 from alignkit.errors import AlignkitError, UnsupportedError
 from alignkit.ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
 from alignkit.testing import assert_bitwise_equal
+from tests.samples import GENERATORS, arguments, example, leaves_of
 
-X, W, B, UP = (torch.randn(6, 16), torch.randn(16, 16), torch.randn(16), torch.randn(6, 16))
-T, Q, CU, POS = torch.tensor([0, 1, 2, 3, -100, 5]), torch.randn(6, 2, 8), torch.tensor([0, 2, 6]), torch.arange(6)
-TABLE = ops.rope_table(8, 16, 1e4, X.device)
-RULE = torch.randn(1, 70, 1, 64)
-IDS, SHARES = torch.tensor([[0, 2], [1, 0], [2, -1], [-1, -1], [2, 1], [0, 1]]), torch.rand(6, 2)
-EXPERTS = torch.randn(3, 24, 16), torch.randn(3, 16, 12)
+X, W, Q, RULE = (torch.randn(6, 16), torch.randn(16, 16), torch.randn(6, 2, 8), torch.randn(1, 70, 1, 64))
 
-OPS = {
-    "linear": (ops.linear, (X, W, B)),
-    "row_parallel_linear": (ops.row_parallel_linear, (X, W, B)),
-    "rms_norm": (lambda x, w, r: ops.rms_norm(x, w, 1e-6, r), (X, B, UP)),
-    "silu_mul": (ops.silu_mul, (X, UP)),
-    "sigmoid_mul": (lambda x, gate: ops.sigmoid_mul(gate, x), (X, X[:, :1].contiguous())),
-    "moe_router": (lambda z: ops.moe_router(z, 3)[0], (X,)),
-    "moe_experts": (lambda x, w, *e: ops.moe_experts(x, IDS, w, *e), (X, SHARES, *EXPERTS)),
-    "rope": (lambda x: ops.rope(x, POS, TABLE), (Q,)),
-    "attention": (lambda q, k, v: ops.attention(q, k, v, CU), (Q, Q.flip(0), Q.flip(1))),
-    "linear_logp": (lambda h, w, b: ops.linear_logp(h, w, T, bias=b, return_entropy=True), (X, W, B)),
-    "logp_from_logits": (lambda z: ops.logp_from_logits(z, T), (X,)),
-}
-"""Op and differentiable inputs. test_arguments.py imports `OPS` and `leaves_of` by name in a subprocess."""
-OTHERS = {
-    "head_logits": (ops.head_logits, (X, W, B)),
-    "log_softmax": (ops.log_softmax, (X,)),
-    "token_logp": (lambda z: ops.token_logp(z, T.clamp(min=0)[:, None]), (X,)),
-    "paged_attention": (
-        lambda q, k: ops.paged_attention(
-            q, k[None], k[None], torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 6]), torch.tensor([6])
-        ),
-        (Q, Q),
-    ),
-    "chunk_gated_delta_rule_bwd_dhu": (lambda *t: chunk_gated_delta_rule_bwd_dhu(*t)[::2], (RULE,) * 5),
-}
-"""Ops without gradients."""
+SAMPLES = {f"{sample.op} {g.__name__}": sample for g in GENERATORS if not (sample := example(g, rows=6)).schema}
+"""Name of an op and its generator -> a call. The custom ops are forward only."""
+OPS = {name: sample for name, sample in SAMPLES.items() if leaves_of(sample)}
+TRANSFORMED = {name: sample for name, sample in SAMPLES.items() if sample.tensors()}
+
+
+def of(sample, names):
+    """Return a sample as a function of these arguments with its floating-point results, and the arguments."""
+    args = arguments(sample)
+    names = [name for name in names if args[name] is not None]
+
+    def function(*tensors):
+        out = sample.call(**args | dict(zip(names, tensors, strict=True)))
+        return tuple(t for t in (out if isinstance(out, tuple) else (out,)) if t is not None and t.is_floating_point())
+
+    return function, [args[name] for name in names]
+
+
+def differentiable(name):
+    return of(OPS[name], leaves_of(OPS[name]))
 
 
 def loss(out):
-    return sum(
-        (o * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum() for o in (out if isinstance(out, tuple) else (out,))
-    )
+    return sum((o * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum() for o in out)
 
 
-def leaves_of(tensors):
+def copies(tensors):
     return [t.clone().requires_grad_() for t in tensors]
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_double_backward_is_rejected_by_name(name):
-    function, tensors = OPS[name]
-    leaves = leaves_of(tensors)
+    function, tensors = differentiable(name)
+    leaves = copies(tensors)
     grads = torch.autograd.grad(loss(function(*leaves)) ** 2, leaves, create_graph=True)
-    with pytest.raises(
-        UnsupportedError, match=rf"^{name}: double backward \(the gradient of a gradient\) is not supported"
-    ):
+    message = rf"^{OPS[name].op}: double backward \(the gradient of a gradient\) is not supported"
+    with pytest.raises(UnsupportedError, match=message):
         sum((g * g).sum() for g in grads).backward()
-    for leaf in leaves if name != "rope" else ():  # each leaf alone, with an incoming gradient that has no graph
+    for leaf in () if OPS[name].linear else leaves:  # each leaf alone, with an incoming gradient that has no graph
         outs = function(*leaves)
-        outs = outs if isinstance(outs, tuple) else (outs,)
         (grad,) = torch.autograd.grad(outs, leaf, [torch.ones_like(o) for o in outs], create_graph=True)
-        with pytest.raises(UnsupportedError, match=f"^{name}: "):
+        with pytest.raises(UnsupportedError, match=f"^{OPS[name].op}: "):
             torch.autograd.grad(grad.sum(), leaves, allow_unused=True)
 
 
 def test_gradient_of_rope_has_no_graph():
     """Rotation is linear, so its gradient does not depend on the input."""
-    (q,) = leaves_of((Q,))
-    (grad,) = torch.autograd.grad(ops.rope(q, POS, TABLE).sum(), q, create_graph=True)
+    (q,) = copies((Q,))
+    (grad,) = torch.autograd.grad(
+        ops.rope(q, torch.arange(6), ops.rope_table(8, 16, 1e4, q.device)).sum(), q, create_graph=True
+    )
     assert not grad.requires_grad
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_unused_double_backward_graph_changes_no_bit(name):
-    function, tensors = OPS[name]
+    function, tensors = differentiable(name)
     found = []
     for create_graph in (False, True):
-        leaves = leaves_of(tensors)
+        leaves = copies(tensors)
         for _ in range(2):
             loss(function(*leaves)).backward(create_graph=create_graph)
         found.append([t.grad.detach() for t in leaves])
@@ -97,7 +84,7 @@ def test_unused_double_backward_graph_changes_no_bit(name):
 
 def test_gradient_penalty_of_an_mlp_raises():
     """No incoming gradient depends on the second weight here."""
-    x, w1, w2 = leaves_of((X, W, W))
+    x, w1, w2 = copies((X, W, W))
     (grad,) = torch.autograd.grad(ops.linear(torch.tanh(ops.linear(x, w1)), w2).sum(), x, create_graph=True)
     with pytest.raises(UnsupportedError, match=r"^linear: double backward \(the gradient of a gradient\)"):
         (grad**2).sum().backward()
@@ -107,7 +94,7 @@ def test_torch_gradcheck_passes_and_gradgradcheck_raises():
     def function(x, w):
         return ops.linear(x, w)
 
-    x, w = leaves_of((X[:2, :3].contiguous(), W[:2, :3].contiguous()))
+    x, w = copies((X[:2, :3].contiguous(), W[:2, :3].contiguous()))
     with pytest.warns(UserWarning, match="double precision"):  # noqa: PT031 - each of the two warns
         assert torch.autograd.gradcheck(function, (x, w), eps=1e-2, atol=1e-2, rtol=1e-2)
         with pytest.raises(UnsupportedError, match="^linear: "):
@@ -115,7 +102,7 @@ def test_torch_gradcheck_passes_and_gradgradcheck_raises():
 
 
 def test_results_of_the_gated_delta_rule_are_not_differentiable():
-    leaves = leaves_of((RULE,) * 5)
+    leaves = copies((RULE,) * 5)
     dh, dh0, dv2 = chunk_gated_delta_rule_bwd_dhu(*leaves)
     with pytest.raises(UnsupportedError, match="^chunk_gated_delta_rule_bwd_dhu: "):
         (dh.sum() + dv2.sum()).backward()
@@ -123,10 +110,12 @@ def test_results_of_the_gated_delta_rule_are_not_differentiable():
         assert dh0 is None and not chunk_gated_delta_rule_bwd_dhu(*leaves)[0].requires_grad
 
 
-@pytest.mark.parametrize("name", [*OPS, *OTHERS])
+@pytest.mark.parametrize("name", TRANSFORMED)
 @pytest.mark.parametrize("transform", ["vmap", "jvp", "vjp", "grad", "dual"])
 def test_transforms_are_rejected(name, transform):
-    function, tensors = (OPS | OTHERS)[name]
+    sample = TRANSFORMED[name]
+    function, tensors = of(sample, [n for n, t in sample.tensors().items() if t.value.is_floating_point()])
+    tensors = tuple(tensors)
     with pytest.raises(AlignkitError, match=r"torch\.func|forward-mode"):  # noqa: PT012 - one of them runs
         if transform == "vmap":
             torch.vmap(function)(*(t[None] for t in tensors))
@@ -148,11 +137,10 @@ def test_call_without_tensors_inside_a_transform_is_rejected():
 
 @pytest.mark.parametrize("name", OPS)
 def test_batched_gradients_are_rejected(name):
-    function, tensors = OPS[name]
-    leaves = leaves_of(tensors)
-    out = function(*leaves)
-    out = out[0] if isinstance(out, tuple) else out
-    with pytest.raises(AlignkitError, match=name) as e:
+    function, tensors = differentiable(name)
+    leaves = copies(tensors)
+    out = function(*leaves)[0]
+    with pytest.raises(AlignkitError, match=OPS[name].op) as e:
         torch.autograd.grad(out, leaves, torch.ones(3, *out.shape), is_grads_batched=True, allow_unused=True)
     assert "vmap" in str(e.value)
 
@@ -160,12 +148,11 @@ def test_batched_gradients_are_rejected(name):
 @pytest.mark.parametrize("name", OPS)
 def test_incoming_gradients_may_be_views(name):
     """Use a negated, a zero and an expanded gradient."""
-    function, tensors = OPS[name]
+    function, tensors = differentiable(name)
 
     def grads(incoming):
-        leaves = leaves_of(tensors)
+        leaves = copies(tensors)
         out = function(*leaves)
-        out = out if isinstance(out, tuple) else (out,)
         torch.autograd.backward(out, [incoming(o.detach()) for o in out])
         return [t.grad for t in leaves]
 
@@ -178,22 +165,23 @@ def test_incoming_gradients_may_be_views(name):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["linear_logp", "logp_from_logits"])
+@pytest.mark.parametrize(
+    "name", [name for name, sample in OPS.items() if sample.op.endswith("logits") or "logp" in name]
+)
 def test_sparse_gradients_are_rejected_by_name(name):
-    function, tensors = OPS[name]
-    out = function(*leaves_of(tensors))
-    out = out[0] if isinstance(out, tuple) else out
-    with pytest.raises(AlignkitError, match=f"^{name}: the gradient of a result: expected a dense tensor"):
+    function, tensors = differentiable(name)
+    out = function(*copies(tensors))[0]
+    with pytest.raises(AlignkitError, match=f"^{OPS[name].op}: the gradient of a result: expected a dense tensor"):
         out.backward(torch.ones_like(out).to_sparse())
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_saved_tensor_hooks_may_change_strides(name):
     """A clone of overlapping windows has other strides too."""
-    function, tensors = OPS[name]
+    function, tensors = differentiable(name)
 
     def grads():
-        leaves = leaves_of(tensors)
+        leaves = copies(tensors)
         loss(function(*leaves)).backward()
         return [t.grad for t in leaves]
 

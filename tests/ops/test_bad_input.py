@@ -184,34 +184,6 @@ def test_error_begins_with_the_argument_name(message, call, monkeypatch):
     assert str(e.value).startswith(message), str(e.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_empty_batches_are_valid(dtype):
-    x, w = torch.empty(0, 16, dtype=dtype), W.to(dtype)
-    none = torch.empty(0, dtype=torch.int64)
-    assert token_logp(x, torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3)
-    assert ops.logp_from_logits(x, none).shape == (0,)
-    for y, width in (
-        (ops.linear(x, w), 8),
-        (ops.rms_norm(x, w[0], 1e-6), 16),
-        (ops.silu_mul(x, x), 16),
-        (ops.head_logits(x, w), 8),
-        (ops.log_softmax(x), 16),
-    ):
-        assert y.shape == (0, width)
-    wg = w.clone().requires_grad_()
-    logp, entropy = ops.linear_logp(x, wg, none, return_entropy=True)
-    assert logp.shape == entropy.shape == (0,)
-    logp.sum().backward()
-    assert (wg.grad == 0).all()
-    q = torch.empty(0, 2, 8, dtype=dtype)
-    assert ops.attention(q, q, q, torch.tensor([0])).shape == (0, 2, 8)
-    assert ops.rope(q, none, ROPE).shape == (0, 2, 8)
-    assert [t.shape for t in ops.qk_norm_rope(q, q[:, :1], w[0, :8], w[0, :8], 1e-6, none, ROPE)] == [
-        (0, 2, 8),
-        (0, 1, 8),
-    ]
-
-
 def test_all_ignored_rows_give_zeros():
     w = W.clone().requires_grad_()
     logp = ops.linear_logp(X, w, torch.full((4,), -100))

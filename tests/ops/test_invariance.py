@@ -1,6 +1,10 @@
-"""A row's bits do not depend on the batch, its order, chunks, padding or paging, for every op and on each device."""
+"""A row's bits do not depend on the batch, its order, chunks, padding or paging, for every op and on each device.
+
+The first test follows from the ops' samples: their arguments state which are rows.
+"""
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 
@@ -8,30 +12,47 @@ from alignkit import ops
 from alignkit.ops import library
 from alignkit.ops.linear import matmul
 from alignkit.testing import assert_bitwise_equal
+from tests.samples import GENERATORS, arguments, assert_same, generate, leaves_of, random_gradient, results
 
 from .helpers import CPU, dtypes, linear_dtypes, randn, seeds
 
-
-def assert_rowwise(function, x):
-    """Check that `function` gives the same rows for all rows, a permutation, chunks and a single row."""
-    whole = function(x)
-    order = torch.randperm(len(x))
-    assert_bitwise_equal(function(x[order]), whole[order], "another order")
-    cut = int(torch.randint(0, len(x) + 1, ()))
-    assert_bitwise_equal(torch.cat([function(x[:cut]), function(x[cut:])]), whole, f"cut at {cut}")
-    one = int(torch.randint(0, len(x), ()))
-    assert_bitwise_equal(function(x[one : one + 1]), whole[one : one + 1], f"row {one} alone")
+ROW_WISE = [g for g in GENERATORS if any(t.rows for t in generate(g, 0, rows=3).tensors().values())]
 
 
-@given(m=st.integers(1, 300), n=st.integers(1, 200), k=st.integers(1, 40), dtype=linear_dtypes, seed=seeds)
-def test_linear_rows_and_columns_are_independent(m, n, k, dtype, seed):
-    k *= 16
-    x, w, b = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype), randn(n, dtype=dtype)
-    assert_rowwise(lambda x: ops.linear(x, w, b), x)
-    assert_rowwise(lambda x: ops.row_parallel_linear(x, w), x)
-    cut = n // 2
-    whole = ops.linear(x, w)
-    assert_bitwise_equal(ops.linear(x, w[cut:]), whole[:, cut:], "columns of a shard")
+@pytest.mark.parametrize("generator", ROW_WISE, ids=lambda g: f"{g.__module__.split('.')[-2]} {g.__name__}")
+@given(n=st.integers(1, 300), scale=st.sampled_from([1, 8]), seed=seeds)
+def test_a_row_and_its_gradient_do_not_depend_on_the_other_rows(generator, n, scale, seed):
+    """A permutation, two chunks and a single row change no bit of a row's results, or of the gradient of its inputs."""
+    sample = generate(generator, seed, rows=n, scale=scale)
+    args, rows = arguments(sample), [name for name, t in sample.tensors().items() if t.rows and t.value.ndim]
+    leaves = [name for name in leaves_of(sample) if name in rows]
+    gradients = {}
+
+    def whole_gradient(i, t):
+        gradients[i] = random_gradient(i, t)
+        return gradients[i]
+
+    whole = results(sample.call, args, leaves, whole_gradient)
+    torch.manual_seed(seed)
+    cut, one = int(torch.randint(0, n + 1, ())), int(torch.randint(0, n, ()))
+    for part in (torch.randperm(n), torch.arange(cut), torch.arange(cut, n), torch.tensor([one])):
+        some = args | {name: args[name][part] for name in rows}
+        got = results(sample.call, some, leaves, lambda i, t, part=part: gradients[i][part])
+        assert_same(got, {name: t[part] for name, t in whole.items()}, f"{sample.op}, rows {part.tolist()}")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("generator", ROW_WISE, ids=lambda g: f"{g.__module__.split('.')[-2]} {g.__name__}")
+def test_an_empty_batch_gives_empty_results_and_zero_gradients(generator, seed):
+    sample = generate(generator, seed, rows=0)
+    for name, t in results(sample.call, arguments(sample), leaves_of(sample)).items():
+        assert t.numel() == 0 or (not name.startswith("result") and bool((t == 0).all())), name
+
+
+@given(m=st.integers(1, 300), n=st.integers(1, 200), k=st.integers(1, 640), dtype=linear_dtypes, seed=seeds)
+def test_columns_of_a_linear_layer_are_independent(m, n, k, dtype, seed):
+    x, w = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype)
+    assert_bitwise_equal(ops.linear(x, w[n // 2 :]), ops.linear(x, w)[:, n // 2 :], "columns of a shard")
 
 
 @given(t=st.integers(1, 70), half=st.integers(1, 40), rest=st.integers(0, 40), dtype=dtypes, seed=seeds)
@@ -50,32 +71,12 @@ def test_partial_rope_equals_rope_of_a_smaller_head(t, half, rest, dtype, seed):
     assert_bitwise_equal(torch.cat([q, k], 1), y.detach(), "q and k")
 
 
-@given(m=st.integers(1, 300), h=st.integers(1, 700), dtype=dtypes, seed=seeds)
-def test_elementwise_and_norm_rows_are_independent(m, h, dtype, seed):
-    x, w = randn(m, h, dtype=dtype, seed=seed), randn(h, dtype=dtype)
-    assert_rowwise(lambda x: ops.rms_norm(x, w, 1e-6), x)
-    assert_rowwise(lambda x: torch.cat(ops.rms_norm(x, w, 1e-6, x.flip(-1)), -1), x)
-    joint = randn(m, 2 * h, dtype=dtype, scale=5)
-    assert_rowwise(lambda x: ops.silu_mul(x[:, :h], x[:, h:]), joint)
-    assert_rowwise(ops.silu_mul, joint)
-    whole, halves = (joint.clone().requires_grad_() for _ in range(2))
-    for y in (ops.silu_mul(whole), ops.silu_mul(*halves.chunk(2, dim=1))):
-        y.backward(x)
-    assert_bitwise_equal(whole.grad, halves.grad, "the gradient of gate and up in one")
-
-
 @given(n=st.integers(1, 260), v=st.integers(1, 700), dtype=dtypes, seed=seeds)
-def test_linear_logp_rows_are_independent(n, v, dtype, seed):
-    """A padded vocabulary, ignored rows, given logits and log_softmax change no bit either."""
+def test_linear_logp_does_not_depend_on_padding_or_the_form_of_the_call(n, v, dtype, seed):
+    """A padded vocabulary, ignored rows, given logits and log_softmax change no bit."""
     h, w = randn(n, 48, dtype=dtype, seed=seed), randn(v, 48, dtype=dtype)
     target = torch.randint(0, v, (n,))
-    rows = torch.cat([h.float(), target[:, None].float()], 1)
-
-    def logp(r, **kw):
-        return torch.stack(ops.linear_logp(r[:, :-1].to(dtype), w, r[:, -1].long(), return_entropy=True, **kw), 1)
-
-    assert_rowwise(logp, rows)
-    whole = logp(rows)[:, 0]
+    whole = ops.linear_logp(h, w, target)
     logits = ops.head_logits(h, w)
     assert_bitwise_equal(ops.logp_from_logits(logits, target), whole, "logits given")
     assert_bitwise_equal(ops.log_softmax(logits).gather(1, target[:, None])[:, 0], whole, "log_softmax")
@@ -238,8 +239,6 @@ def test_head_gradients_do_not_depend_on_padding(n, dtype, seed):
     )
     assert_bitwise_equal(padded[0][where], dh, "dhidden")
     assert_bitwise_equal(padded[1], dw, "dweight")
-    order = torch.randperm(n)
-    assert_bitwise_equal(grads(h[order], target[order], g[order])[0], dh[order], "dhidden in another order")
 
 
 @given(m=st.integers(1, 40), k=st.integers(1, 300), n=st.integers(1, 40), dtype=dtypes, seed=seeds)

@@ -64,7 +64,7 @@ def _rope_of_table(s: Source) -> Sample:
     given = {
         "x": Tensor(s.floats(t, s.size(4), d, dtype=s.dtype()), (0, 2), ndim=True, rows=True, leaf=True),
         "positions": Tensor(s.ints([t], 0, positions), (0,), (torch.int64,), "positions", ndim=True, rows=True),
-        "head_dim": Scalar(d, "positive int", bad=(d + 2, 7)),
+        "head_dim": Scalar(d, "positive int", bad=(7, 3)),
         "max_position": Scalar(positions, "positive int"),
         "base": Scalar(s.rng.uniform(1.1, 1e6), "positive"),
     }
