@@ -281,7 +281,7 @@ def lane_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Sum a * b over the last dim: lane j % 16 is a chain of fma over ascending j; `tree` adds the lanes."""
     pad = -a.shape[-1] % SUM_LANES
     a, b = (torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, SUM_LANES)) for t in (a, b))
-    s = torch.zeros_like(a[..., 0, :])
+    s = a.new_zeros((*a.shape[:-2], SUM_LANES))
     for j in range(a.shape[-2]):
         s = fma(a[..., j, :], b[..., j, :], s)
     return tree(s)
