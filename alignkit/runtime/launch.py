@@ -17,6 +17,9 @@ import torch
 import triton
 from triton.runtime import driver
 
+from ..errors import UnsupportedError
+from . import families
+
 EXACT = {"enable_fp_fusion": False}
 """contract: compile option of every Triton kernel."""
 
@@ -46,11 +49,34 @@ class Launch:
     def _run(self, grid: tuple[int, int, int], args: tuple) -> None:
         compiled = self.compiled
         if compiled is None:
-            self.compiled = self.kernel[grid](*args, **self.constants, **self.options, **EXACT)
+            options = _fitted(self.kernel, args, self.options, self.constants, families.gpu(self.device))
+            self.compiled = self.kernel[grid](*args, **self.constants, **options, **EXACT)
             return
         stream = driver.active.get_current_stream(self.device)
         values = *args, *self.constants.values()  # Triton's launcher expects the constants and ignores their values
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+
+
+def _fitted(kernel: triton.JITFunction, args: tuple, options: dict, constants: dict, gpu: families.Gpu) -> dict:
+    """Return the options with the most stages, at most those given, that fit into the GPU's shared memory.
+
+    Schedules are chosen for Hopper GPUs, where every kernel fits. The number of stages changes no bit.
+
+    Raises:
+        UnsupportedError: the kernel does not fit with one stage either.
+    """
+    if gpu.shared_memory >= families.HOPPER.shared_memory:
+        return options
+    for stages in range(options.get("num_stages", 1), 0, -1):
+        fitted = options | {"num_stages": stages} if "num_stages" in options else options
+        compiled = kernel.warmup(*args, grid=(1,), **constants, **fitted, **EXACT)
+        if compiled.metadata.shared <= gpu.shared_memory:
+            return fitted
+    op = kernel.fn.__module__.split(".")[2]
+    raise UnsupportedError(
+        f"{op}: the kernel {kernel.fn.__name__} must fit into {gpu.shared_memory} bytes of shared memory per CTA on "
+        f"GPUs of compute capability {gpu}, but needs {compiled.metadata.shared}"
+    )
 
 
 _ready: dict[tuple, Launch] = {}

@@ -14,6 +14,7 @@ from alignkit.ops.linear import cublaslt
 from alignkit.ops.linear.problem import Product
 
 pytest.importorskip("triton")
+from alignkit.runtime import families
 from alignkit.runtime import launch as launches
 
 
@@ -79,6 +80,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(launches, "driver", mock.Mock(active=active))
     monkeypatch.setattr(launches, "triton", mock.Mock(JITFunction=Kernel))
     monkeypatch.setattr(launches, "_ready", {})
+    monkeypatch.setattr(families, "gpu", lambda device: families.HOPPER)
     return found
 
 

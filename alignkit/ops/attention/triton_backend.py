@@ -12,9 +12,11 @@ from collections.abc import Callable
 import torch
 from triton import JITFunction
 
+from ...errors import UnsupportedError
 from ...runtime import families
 from ...runtime.families import SM90
 from ...runtime.launch import launch, launch_repeatable
+from ...runtime.operands import dtype_name
 from .._common import require
 from .._triton import LOG2E, next_power_of_2
 from .common import PAD
@@ -208,9 +210,14 @@ def _run(kernel, programs: int, args: tuple, q, k, v, options: dict, changing: i
     constants |= _shape(q, k) | options
     launch_options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
     launch_options |= _pdl_option(constants.get("PDL", False))
-    return launch_repeatable(
-        kernel, (programs,), (*args, *(stride[1] for stride in strides)), launch_options, changing, **constants
-    )
+    args = *args, *(stride[1] for stride in strides)
+    try:
+        return launch_repeatable(kernel, (programs,), args, launch_options, changing, **constants)
+    except UnsupportedError as e:
+        raise UnsupportedError(
+            f"q: head_dim {q.shape[2]} in {dtype_name(q.dtype)} with {constants['GROUP']} heads per KV head is "
+            f"unsupported on this GPU. {e}"
+        ) from None
 
 
 def compute_delta(out, d_out, starts) -> torch.Tensor:
