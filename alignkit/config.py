@@ -113,7 +113,8 @@ class Config:
     strict = _flag(
         "ALIGNKIT_STRICT",
         False,
-        "Validate input values on a GPU before use, which synchronizes with the device.",
+        "Validate input values on a GPU before use, which synchronizes with the device. Inspect the whole model in "
+        "every step.",
         "in every call",
     )
     symmetric = _flag(

@@ -17,7 +17,7 @@ from alignkit.dist import CP, strict
 from alignkit.errors import AlignkitError, InputError, UnsupportedError
 from alignkit.runtime.families import on_host
 
-from .snapshot import device_of
+from .state import device_of
 
 
 def _require(holds: torch.Tensor, kind: type[AlignkitError], message: str, offender: Callable[[], str]) -> None:

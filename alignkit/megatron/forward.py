@@ -1,7 +1,7 @@
 """Replacements for Megatron's model methods and schedules: the checks around a forward, and its loss. No numerics.
 
 `patch.Patch.install` lists which function replaces which method. This file orders the checks and makes them collective;
-the checks themselves are in `supported` (model), `calls` (arguments) and `fingerprint` (facts equal on all ranks).
+the checks themselves are in `patch_model` (model), `calls` (arguments) and `facts` (facts equal on all ranks).
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from alignkit.dist import TP, check_same_across
 from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import InputError, UnsupportedError
-from alignkit.runtime import dispatch
 
-from . import calls, fingerprint, head, hooks, models, modules, state, supported
-from .snapshot import device_of
+from . import calls, facts, head, hooks, models, modules, state
 
 if TYPE_CHECKING:
     from .patch import Patch
@@ -74,9 +72,9 @@ def _begin(patch: Patch, model, call: dict[str, Any]) -> None:
     model_facts: dict = {}
 
     def checks() -> dict:
-        hooks.check_hooks(record)
-        model_facts.update(patch.models.patch_model(model, for_forward=True) | _patch_facts(patch, model))
-        return model_facts | calls.check_input(model, patch.models.vocabulary_of(model), **call)
+        record.check_hooks()
+        model_facts.update(patch.models.patch_model(model, for_forward=True))
+        return model_facts | calls.check_input(model, record.vocab_size, **call)
 
     record.checked = True
     tp, cp = modules.parallel_groups(model)
@@ -99,27 +97,26 @@ def _end(patch: Patch, model, hidden_states, call: dict[str, Any], stock: Callab
     context = call.get("output_processor_context") if hook is not None else requested
 
     def checks() -> dict:
-        hooks.check_hooks(record)
+        record.check_hooks()
         if hook is not None and hook is not head.output_processor:
             raise UnsupportedError(f"output_processor: must be alignkit.megatron.output_processor, got {hook!r:.200}")
         if not model.post_process:
             return {}
-        why = supported.stock_head_reason(model)
+        why = record.stock_head
         if why and (hook is not None or requested is not None or labels is not None):
             name = "labels" if hook is None else "output_processor"
             raise UnsupportedError(f"{name}: must be None for this model, because its output layer {why}")
         if hook is None and requested is None and labels is None:
             gather = call.get("runtime_gather_output")
             return {"labels": None, "runtime_gather_output": None if gather is None else bool(gather)}
-        vocab_size = patch.models.vocabulary_of(model)
-        return calls.check_request(model, vocab_size, hidden_states, labels, head.request_from(context))
+        return calls.check_request(model, record.vocab_size, hidden_states, labels, head.request_from(context))
 
     check_same_across(
         modules.parallel_groups(model), f"the end of {type(model).__name__}", checks, outer=modules.expert_ranks(model)
     )
     if not model.post_process or (hook is None and labels is None and requested is None):
         result = stock()
-        if supported.stock_head_reason(model) and result.shape[-1] != 1:
+        if record.stock_head and result.shape[-1] != 1:
             raise UnsupportedError(
                 f"output_layer: last dimension of the result must be 1, one number for each token, got shape "
                 f"{tuple(result.shape)}"
@@ -134,7 +131,7 @@ def _end(patch: Patch, model, hidden_states, call: dict[str, Any], stock: Callab
             context=context,
         )
         result = result if hook is not None or requested is not None else -result.log_probs
-    hooks.check_hooks(record)  # hooks of the output layer; no collective follows, so this rank may fail alone
+    record.check_hooks()  # hooks of the output layer; no collective follows, so this rank may fail alone
     return result
 
 
@@ -255,16 +252,14 @@ def schedule(patch: Patch, stock):
 
         def checks() -> dict:
             patch.check_in_force(but=BUILDING)
-            for model in chunks:
-                patch.models.patch_model(model, for_forward=True)
-            facts = [fingerprint.settings(model) | _patch_facts(patch, model) for model in chunks]
-            names = facts[0] if facts else ()
-            return {name: ", ".join(dict.fromkeys(str(one[name]) for one in facts)) for name in names}
+            found = [patch.models.patch_model(model, for_forward=True) for model in chunks]
+            names = (*facts.settings(chunks[0]), "vocab_size", "contract") if chunks else ()
+            return {name: ", ".join(dict.fromkeys(one[name] for one in found)) for name in names}
 
         stages = TP(pp, label="pipeline-parallel")
         experts = next(filter(None, map(modules.expert_ranks, chunks)), ())
         check_same_across([TP(tp), TP(cp, label="context-parallel"), stages], "the pipeline", checks, outer=experts)
-        layers = stages.check("the pipeline", lambda: tuple(tuple(fingerprint.layers(model)) for model in chunks))
+        layers = stages.check("the pipeline", lambda: tuple(tuple(facts.layers(model)) for model in chunks))
         # The first chunks of all ranks precede their second chunks.
         order = [number for chunk in itertools.zip_longest(*layers, fillvalue=()) for own in chunk for number in own]
         if chunks and order != list(range(1, models.depth(chunks[0]) + 1)):
@@ -280,10 +275,6 @@ def _unwrapped(model):
     while not isinstance(model, models.MODELS) and hasattr(model, "module"):
         model = model.module
     return model
-
-
-def _patch_facts(patch: Patch, model) -> dict:
-    return {"vocab_size": patch.models.vocabulary_of(model), "contract": dispatch.family(device_of(model)).contract_id}
 
 
 def guard_call(patch: Patch, base):
@@ -317,7 +308,7 @@ def guard_call(patch: Patch, base):
                     outer=modules.expert_ranks(model),
                 )
             raise
-        hooks.check_hooks(record)  # hooks of the model itself
+        record.check_hooks()  # hooks of the model itself
         return result
 
     return call

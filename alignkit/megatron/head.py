@@ -162,10 +162,8 @@ def label_logprobs(
     requested: LogProbsRequest,
 ) -> LogProbs:
     """Return `LogProbs` of labels ``[b, s]`` from hidden ``[s, b, h]`` (sequence-parallel: ``[s / tp, b, h]``)."""
-    from . import patch
-
     record = state.of(output_layer) if isinstance(output_layer, modules.OutputLayer) else None
-    if record is None or record.vocab_size is None:
+    if record is None or not record.vocab_size:
         raise UnsupportedError(
             "output_layer: must be the output layer of a model whose forward() has begun since patch_megatron, got "
             f"another {type(output_layer).__name__}"
@@ -191,7 +189,7 @@ def label_logprobs(
             vocab_start=tp.rank * weight.shape[0],
             tp=tp,
             return_entropy=requested.return_entropy,
-            keep_logits=patch.active().keep_logits,
+            keep_logits=record.keep_logits,
         )
 
     result = output_layer(hidden, output_weight, compute=logprobs_of)
@@ -216,7 +214,7 @@ class VocabParallelCrossEntropy:
         sizes = {
             record.vocab_size
             for record in state.records
-            if record.vocab_size is not None
+            if record.vocab_size
             and record.output_layer is not None
             and record.output_layer.output_size_per_partition == columns
         }

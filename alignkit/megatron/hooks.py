@@ -1,6 +1,6 @@
 """Guard for forward hooks of a model's modules: hooks run, but may only observe. No numerics.
 
-`snapshot` and `forward` call the guard; docs/megatron.md, "Errors and remedies", quotes its messages.
+`patch_model` and `forward` call the guard; docs/megatron.md, "Errors and remedies", quotes its messages.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class WatchedHook:
     """Wrapper of a forward hook or pre-hook that records whether the hook changes the module's input or output.
 
     A value that the hook returns is discarded and the forward continues, because a rank that stopped here would leave
-    the others waiting. `check_hooks` raises the error later, in a collective check. For a module of no patched model,
-    such as a copy that outlived the patch, the wrapper only calls the hook.
+    the others waiting. `State.check_hooks` raises the error later, in a collective check. For a module of no patched
+    model, such as a copy that outlived the patch, the wrapper only calls the hook.
     """
 
     __slots__ = ("hook", "label", "pre")
@@ -87,17 +87,6 @@ def _watch(hooks: dict[int, Any], label: str, pre: bool) -> None:
 def _is_megatron_hook(hook: Any) -> bool:
     function = getattr(hook, "__func__", hook)
     return isinstance(function, types.FunctionType) and is_megatron_function(function)
-
-
-def check_hooks(record: state.State) -> None:
-    """Raise UnsupportedError if hooks have changed an input or output of the model's modules since the last call."""
-    if record.changes:
-        changes = "; ".join(dict.fromkeys(record.changes))
-        record.changes.clear()
-        raise UnsupportedError(
-            f"{changes}. Forward hooks must neither change nor replace an input or output. Return None, or remove the "
-            "hook"
-        )
 
 
 def unwatch_hooks() -> None:

@@ -29,7 +29,7 @@ from alignkit.dist import CP, TP, check_same_across
 from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
 
-from . import calls, hooks, moe
+from . import calls, moe
 from . import state as states
 from .models import hybrid_block
 
@@ -175,13 +175,14 @@ def _rotations(rotary: torch.nn.Module, offset: int) -> Any:
     return record.rotations
 
 
+YARN_FIELDS = ("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim")
+"""Attributes of a configuration that `attention_factor` reads."""
+
+
 def attention_factor(config) -> float:
     """Return Megatron's factor of cos and sin: YaRN's attention factor, or 1 without YaRN."""
-    factor = getattr(config, "yarn_rotary_scaling_factor", None)
-    if factor is None:
-        return 1.0
-    mscales = getattr(config, "yarn_mscale", None), getattr(config, "yarn_mscale_all_dim", None)
-    return yarn_attention_factor(factor, *mscales)
+    factor, *mscales = (getattr(config, name, None) for name in YARN_FIELDS)
+    return 1.0 if factor is None else yarn_attention_factor(factor, *mscales)
 
 
 def context_parallel(config, group) -> CP:
@@ -425,7 +426,7 @@ class DecoderBlock(torch.nn.Module):
                 raise UnsupportedError(
                     f"{name}: must be called inside its model's forward(), which runs alignkit's checks"
                 )
-            hooks.check_hooks(record)
+            record.check_hooks()
             (packed,), record.packed_seq_params = record.packed_seq_params, None
             if packed is not kwargs.get("packed_seq_params"):
                 raise UnsupportedError(

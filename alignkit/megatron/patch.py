@@ -17,7 +17,7 @@ from alignkit.errors import InputError, UnsupportedError
 from alignkit.runtime import dispatch
 from alignkit.runtime.ids import contract_id
 
-from .snapshot import device_of
+from .state import device_of
 from .versions import VERSIONS
 
 
@@ -157,8 +157,8 @@ class Patch(engine_patch.Patch):
 
         from . import forward, head, models, modules, moe, patch_model
 
-        self.models = patch_model.Models(self.vocab_size, self._replacements)
-        self.models.methods.check()
+        self.models = patch_model.Models(self.vocab_size, self.keep_logits, self._replacements)
+        self.models.check_methods()
         for owner, name, new in (
             (GPTModel, "__init__", forward.init(self, GPTModel.__init__)),
             (GPTModel, "_preprocess", forward.preprocess(self, GPTModel._preprocess)),

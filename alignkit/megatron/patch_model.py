@@ -6,6 +6,7 @@ The aligned classes are in `modules`, `moe` and `te`; `supported` checks each mo
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,14 +15,17 @@ from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from torch.nn.modules import module as torch_module
 
+from alignkit.dist import strict
+from alignkit.engines.guards import Methods, Snapshot, shadowing
 from alignkit.engines.patch import described
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.runtime import dispatch
 
-from . import fingerprint, hooks, modules, moe, policy, state, supported, te
-from .methods import Methods
+from . import facts, hooks, methods, modules, moe, policy, state, supported, te
 from .models import MODELS
-from .snapshot import Snapshot, device_of
+from .state import device_of
 
 ALIGNED = {
     modules.stock_class(cls): cls
@@ -70,47 +74,83 @@ def aligned_class(cls: type, expert_module: bool = False) -> type | None:
 
 
 class Models:
-    """Models of this process while the patch is active. replaced: (owner, name) -> the patch's replacement."""
+    """Models of this process while the patch is active.
 
-    def __init__(self, vocab_size: int | None, replaced: dict[tuple[Any, str], Any]) -> None:
-        self.vocab_size = vocab_size
-        self.methods = Methods(_KNOWN, replaced)
+    replaced: (owner, name) -> the patch's replacement. The other arguments are the patch's options.
+    """
+
+    def __init__(self, vocab_size: int | None, keep_logits: bool, replaced: dict[tuple[Any, str], Any]) -> None:
+        self.vocab_size, self.keep_logits = vocab_size, keep_logits
+
+        def fault(cls: type, name: str, value: Any, _: Any) -> str | None:
+            return None if replaced.get((cls, name), self) is value else methods.fault(cls, name, value)
+
+        self.methods = Methods(methods.runs, fault)
+        self.methods.watch(methods.classes(_KNOWN))
 
     def patch_model(self, model, for_forward: bool = False) -> dict[str, str]:
         """Check a model with all its modules and set their aligned classes; return the facts that ranks must agree on.
 
-        Called before each forward, because modules may have been replaced (by LoRA, for example) or changed.
+        Called before each forward, because modules may have been replaced (by LoRA, for example) or changed. The model
+        is inspected only if something has, or under ``ALIGNKIT_STRICT=1``.
 
-        for_forward: also check what matters only in a forward: dropout in training, and the device.
+        for_forward: also check what matters only in a forward: dropout in training, the device, and the vocabulary.
         """
+        record = state.of_model(model)
+        self.check_methods()
+        snapshot = record.snapshot if for_forward and not strict() else None
+        if snapshot is None or not snapshot.is_current():
+            snapshot = self._inspect(model, record, for_forward)
+        elif supported.reads_frequencies(record):
+            supported.check_rotary(model)
+        if snapshot.has_hooks():
+            for path, module in snapshot.named_modules:
+                hooks.watch_hooks(path, module)
+        if torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks:
+            hooks.watch_global_hooks()
+        if not for_forward:
+            return record.facts
+        record.vocab_size = self.vocabulary_of(model)
+        head = [] if record.output_layer is None else [record.output_layer]
+        state.claim(record, [model.rotary_pos_emb, model.decoder, *head])
+        return record.facts | {"vocab_size": str(record.vocab_size)}
+
+    def check_methods(self) -> None:
+        """Raise UnsupportedError naming the first method of a class that has been replaced."""
+        for fault in self.methods.faults():
+            raise UnsupportedError(fault)
+
+    def _inspect(self, model, record: state.State, for_forward: bool) -> Snapshot:
         policy.check_config(model.config)
         supported.check_model(model)
-        self.methods.check()
-        rotary, device = model.rotary_pos_emb, device_of(model)
         base, scaling = supported.check_rotary(model)
-        record = state.of_model(model)
-        snapshot = record.snapshot
-        if snapshot is None or not snapshot.is_current():
-            found = list(model.named_modules())
-            stock_heads = {model.output_layer} if supported.stock_head_reason(model) else set()
-            checked = [(path, module) for path, module in found if module not in stock_heads]
-            classes = self._check_modules(model, checked, for_forward)
-            for module, cls in classes.items():  # all checks precede the first change
-                module.__class__ = cls
-            if model.post_process and not stock_heads:
-                model.output_layer.__class__ = modules.OutputLayer
-            state.register((module for _, module in found), record)
-            snapshot = Snapshot(model, fingerprint.modules(found))
-            record.snapshot = snapshot if for_forward else None
-        snapshot.watch_hooks()
-        hooks.watch_global_hooks()
+        found, device = list(model.named_modules()), device_of(model)
+        record.stock_head = supported.stock_head_reason(model)
+        stock_heads = {model.output_layer} if record.stock_head else set()
+        checked = [(path, module) for path, module in found if module not in stock_heads]
+        classes = self._check_modules(model, checked, for_forward)
+        for module, cls in classes.items():  # all checks precede the first change
+            module.__class__ = cls
+        record.output_layer = model.output_layer if model.post_process and not stock_heads else None
+        if record.output_layer is not None:
+            record.output_layer.__class__ = modules.OutputLayer
+        record.keep_logits = self.keep_logits
         record.rotations = modules.Rotations(base, supported.rotary_dim(model), device, scaling)
-        if for_forward:
-            record.vocab_size = self.vocabulary_of(model)
-            head = getattr(model, "output_layer", None)
-            record.output_layer = head if isinstance(head, modules.OutputLayer) else None
-            state.register([rotary, model.decoder, *([head] if head is not None else [])], record)
-        return fingerprint.settings(model) | {"rope_scaling": repr(scaling)} | fingerprint.stage(model) | snapshot.facts
+        record.facts = {
+            **facts.settings(model),
+            "rope_scaling": repr(scaling),
+            **facts.stage(model),
+            **facts.modules(found),
+            "contract": dispatch.family(device).contract_id,
+        }
+        state.register((module for _, module in found), record)
+        settings = (
+            (model.config, (*policy.restricted(), *facts.FIELDS, *modules.YARN_FIELDS)),
+            (model.pg_collection, vars(model.pg_collection)),
+        )
+        snapshot = Snapshot(model, _checked_attributes, settings)
+        record.snapshot = snapshot if for_forward else None
+        return snapshot
 
     def vocabulary_of(self, model) -> int:
         """Return a model's vocabulary size, set by `set_vocab_size` or else by the patch.
@@ -148,7 +188,7 @@ class Models:
                 raise UnsupportedError(
                     f"{path or 'model'}: module class {cls.__module__}.{cls.__qualname__} is not supported"
                 )
-            if (name := self.methods.overridden_method(module, aligned or cls)) is not None:
+            for name in shadowing(module, methods.names(aligned or cls)):
                 raise UnsupportedError(
                     f"{path or 'model'}.{name}: must be the method of {cls.__qualname__}, but an attribute of the "
                     f"module replaces it, got {described(vars(module)[name])}. Delete the attribute"
@@ -165,7 +205,8 @@ class Models:
                 if issubclass(aligned, te.Replacement):
                     supported.check_te(path, module, aligned)
                     ignored_prefix = f"{path}." if aligned.ignores_children else ignored_prefix
-        self.methods.watch(classes.values())
+        if self.methods.watch(methods.classes(classes.values())):
+            self.check_methods()
         return classes
 
     def restore(self) -> None:
@@ -175,6 +216,11 @@ class Models:
             if type(module) in modules.STOCK:
                 module.__class__ = modules.stock_class(type(module))
         state.clear()
+
+
+@functools.cache
+def _checked_attributes(cls: type) -> frozenset[str]:
+    return supported.CHECKED.union(getattr(cls, "required", ()))
 
 
 def report(model: torch.nn.Module) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Policy for Megatron-core's TransformerConfig: the table of its fields, and the check.
 
 A field that is not in the table must have its default. A freed field that affects numerics or collectives also belongs
-in `fingerprint._FIELDS`. Recipe checks (alignkit/integrations/recipe) read the table too.
+in `facts.FIELDS`. Recipe checks (alignkit/integrations/recipe) read the table too.
 """
 
 from __future__ import annotations
@@ -209,6 +209,12 @@ POLICY = Policy(
         "moe_paged_stash": "paged stash of activations",
     },
 )
+
+
+@functools.cache
+def restricted() -> tuple[str, ...]:
+    """Return the names of the fields that `check_config` reads."""
+    return tuple(dict.fromkeys(row.field for row in _rows()))
 
 
 def check_config(config) -> None:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from alignkit.engines.guards import Snapshot
+from alignkit.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from .head import LogProbsRequest
     from .modules import OutputLayer, Rotations
-    from .snapshot import Snapshot
 
 STATE = "_alignkit"
 """Attribute of a model that stores its record."""
@@ -32,9 +34,12 @@ class State:
         rotations: Parameters of the table that the model's rotary embedding returns.
         frequencies: Frequencies of the rotary embedding with their versions, and the base and scaling found in them.
         output_layer: The aligned output layer, once a forward has begun.
-        vocab_size: Vocabulary size of that layer without padding, which Megatron does not store.
-        snapshot: The modules as of the last check for a forward.
-        changes: Changes by forward hooks since the last `hooks.check_hooks`.
+        vocab_size: Vocabulary size of that layer without padding, which Megatron does not store; 0 before a forward.
+        keep_logits: Option of the patch.
+        stock_head: Reason why the output layer stays stock, or None.
+        snapshot: The model as of the last inspection for a forward.
+        facts: Facts of that inspection that ranks must agree on.
+        changes: Changes by forward hooks since the last `check_hooks`.
         checked: The collective check of the current forward has started.
         packed_seq_params: (packed_seq_params,) of a forward whose checks have passed, until the decoder runs.
         request: Options of `logprobs`, on versions whose forward accepts no output processor.
@@ -45,8 +50,11 @@ class State:
     rotations: Rotations | None = None
     frequencies: tuple[list[tuple[torch.Tensor, int]], float, Any] | None = None
     output_layer: OutputLayer | None = None
-    vocab_size: int | None = None
+    vocab_size: int = 0
+    keep_logits: bool = False
+    stock_head: str | None = None
     snapshot: Snapshot | None = None
+    facts: dict[str, str] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
     checked: bool = False
     packed_seq_params: tuple[Any] | None = None
@@ -54,6 +62,19 @@ class State:
 
     def __reduce__(self):
         return State, (self.own_vocab_size,)
+
+    def check_hooks(self) -> None:
+        """Raise UnsupportedError if hooks have changed an input or output of the model's modules since the last call.
+
+        Hooks may only observe: `hooks.WatchedHook` discards and records their changes.
+        """
+        if self.changes:
+            changes = "; ".join(dict.fromkeys(self.changes))
+            self.changes.clear()
+            raise UnsupportedError(
+                f"{changes}. Forward hooks must neither change nor replace an input or output. Return None, or remove "
+                "the hook"
+            )
 
 
 _owners: weakref.WeakKeyDictionary[torch.nn.Module, tuple[weakref.ref[State], ...]] = weakref.WeakKeyDictionary()
@@ -79,6 +100,17 @@ def register(modules: Iterable[torch.nn.Module], state: State | None = None) -> 
     for module in modules:
         others = (ref for ref in _owners.get(module, ()) if ref() not in (None, state))
         _owners[module] = (*others, *(() if state is None else (weakref.ref(state),)))
+
+
+def claim(state: State, modules: Iterable[torch.nn.Module]) -> None:
+    """Make `of` return this record for modules that several models share."""
+    register((module for module in modules if of(module) is not state), state)
+
+
+def device_of(model) -> torch.device:
+    """Return a model's device: the current CUDA device for a pipeline stage without parameters."""
+    first = next(model.parameters(), None)
+    return torch.device(torch.cuda.current_device()) if first is None else first.device
 
 
 def of(module: torch.nn.Module) -> State | None:

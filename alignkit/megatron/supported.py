@@ -1,7 +1,7 @@
 """Checks of a built model: its settings, its rotary embedding and each of its modules.
 
 Anything unsupported is rejected by name. `policy` checks the configuration, and `calls` checks the arguments of a
-forward. A module attribute that a check reads must also be in `snapshot.CHECKED`.
+forward. A module attribute that a check reads must also be in `CHECKED`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,25 @@ if TYPE_CHECKING:
     from . import te
 
 from . import models, modules, state
+
+CHECKED = frozenset(
+    """
+    _modules _parameters _buffers _forward_hooks _forward_pre_hooks training config p eps bias weight
+    sequence_parallel gather_output input_is_parallel is_expert disable_grad_reduce gtp_remat_size attn_mask_type
+    attention_dropout tp_group tp_size self_attn_bda mlp_bda bias_dropout_add_exec_handler off_interface topk
+    score_function routing_type enable_expert_bias router_replay ep_group num_local_experts use_shared_expert
+    use_shared_expert_gate
+    pre_process post_process mtp_process position_embedding_type rotary_percent rotary_base rotary_scaling
+    pg_collection share_embeddings_and_output_weights vocab_size hybrid_layer_pattern scatter_to_sequence_parallel
+    rotary_interleaved seq_len_interpolation_factor inv_freq inv_freq_extra inv_freq_inter scaling_factor
+    original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim correction_range_round_to_int
+    layer_number out_features
+    """.split()
+)
+"""Attributes of modules that the inspection of a model reads, here and in `facts`.
+
+Classes in `te` add theirs by `required`. A missing attribute lets its later changes pass unchecked.
+"""
 
 MEGATRON_LLAMA3 = (1.0, 4.0, 8192)
 """Llama 3.1's low and high frequency factors and original length, which Megatron-core hard-codes."""
@@ -95,6 +114,12 @@ def _group_size(group) -> int:
     return 1 if group is None else group.size()
 
 
+def reads_frequencies(record: state.State) -> bool:
+    """Return whether each forward reads the frequencies of the rotary embedding: changes on a host leave no trace."""
+    cached, _, _ = record.frequencies or ([], 0.0, None)
+    return not cached or any(version != t._version for t, version in cached)
+
+
 def check_rotary(model) -> tuple[float, Scaling | None]:
     """Return the base and scaling of a model's rotary embedding.
 
@@ -118,6 +143,7 @@ def check_rotary(model) -> tuple[float, Scaling | None]:
     if not (
         cacheable
         and cached is not None
+        and len(cached[0]) == len(frequencies)
         and all(old is t and version == t._version for (old, version), t in zip(cached[0], frequencies, strict=True))
     ):
         if given is not None:
@@ -129,8 +155,7 @@ def check_rotary(model) -> tuple[float, Scaling | None]:
         scaled = vars(model).get("rotary_scaling", False)  # not an option of HybridModel
         scaling = _yarn(rotary, base, head_dim) if yarn else _llama3(rotary, base, head_dim, scaled)
         cached = [(t, t._version) for t in frequencies] if cacheable else [], base, scaling
-        if cacheable:
-            record.frequencies = cached
+        record.frequencies = cached
     _, base, scaling = cached
     if given is not None and float(given) != base:  # the model's rotary_base has changed since the result was cached
         raise UnsupportedError(f"rotary_base: must be {base}, the base that rotary_pos_emb was built with, got {given}")
@@ -305,26 +330,31 @@ def check_moe_layer(path: str, layer, for_forward: bool) -> None:
                 f"{config.tensor_model_parallel_size} in training without expert parallelism, because Megatron-core "
                 f"does not reduce these experts' gradients otherwise, got {config.expert_tensor_parallel_size}"
             )
-    expected_values = {
-        "router.topk": (router.topk, config.moe_router_topk),
-        "router.score_function": (router.score_function, config.moe_router_score_function),
-        "router.routing_type": (router.routing_type, config.moe_router_load_balancing_type),
-        "router.enable_expert_bias": (router.enable_expert_bias, config.moe_router_enable_expert_bias),
-        "router.router_replay": (router.router_replay, None),
-        "ep_group": (_group_size(layer.ep_group), config.expert_model_parallel_size),
-        "experts.tp_group": (_group_size(layer.experts.tp_group), config.expert_tensor_parallel_size),
-        "use_shared_expert": (layer.use_shared_expert, config.moe_shared_expert_intermediate_size is not None),
-        "num_local_experts * expert_model_parallel_size": (
+    shared = config.moe_shared_expert_intermediate_size is not None
+    values = [
+        ("router.topk", router.topk, "moe_router_topk"),
+        ("router.score_function", router.score_function, "moe_router_score_function"),
+        ("router.routing_type", router.routing_type, "moe_router_load_balancing_type"),
+        ("router.enable_expert_bias", router.enable_expert_bias, "moe_router_enable_expert_bias"),
+        ("ep_group", _group_size(layer.ep_group), "expert_model_parallel_size"),
+        ("experts.tp_group", _group_size(layer.experts.tp_group), "expert_tensor_parallel_size"),
+        (
+            "num_local_experts * expert_model_parallel_size",
             layer.num_local_experts * config.expert_model_parallel_size,
-            config.num_moe_experts,
+            "num_moe_experts",
         ),
-    }
+    ]
     if layer.use_shared_expert:
         gated = layer.shared_experts.use_shared_expert_gate
-        expected_values["shared_experts.use_shared_expert_gate"] = gated, config.moe_shared_expert_gate
-    for name, (value, wanted) in expected_values.items():
+        values.append(("shared_experts.use_shared_expert_gate", gated, "moe_shared_expert_gate"))
+    expected = [(name, value, getattr(config, field), f"{field} of") for name, value, field in values]
+    expected += [
+        ("router.router_replay", router.router_replay, None, "in"),
+        ("use_shared_expert", layer.use_shared_expert, shared, "moe_shared_expert_intermediate_size of"),
+    ]
+    for name, value, wanted, where in expected:
         if value != wanted:
-            raise UnsupportedError(f"{path}.{name}: must be {wanted!r}, as in the model's config, got {value!r}")
+            raise UnsupportedError(f"{path}.{name}: must be {wanted!r}, as {where} the model's config, got {value!r}")
 
 
 def _has_bias(bias) -> bool:

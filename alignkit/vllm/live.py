@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.modules import module as hooks
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+from alignkit.dist import strict
+from alignkit.engines.guards import Methods, hooks_registered, shadowing
 from alignkit.engines.hook_points import relies_on
 from alignkit.engines.patch import described
 from alignkit.errors import UnsupportedError
@@ -35,10 +37,8 @@ from alignkit.vllm.refuse import refuse_model
 from alignkit.vllm.sampler import AlignedSampler, ProcessedLogprobs
 
 PARTS_PER_STEP = 4
-"""schedule: parts (modules, or groups of methods) that one engine step checks, round-robin; a step's check must take
+"""schedule: parts (modules, or classes) that one engine step checks, round-robin; a step's check must take
 microseconds. A smaller number finds a replacement after more steps."""
-METHODS_PER_PART = 8
-"""schedule: methods of a class that one part holds."""
 ENGINE = ("vllm", "torch", "alignkit")
 """Packages whose classes compute in the engine; their methods must come from them or from the standard library."""
 
@@ -47,9 +47,6 @@ STANDARD_LIBRARY = sys.stdlib_module_names | {"typing_extensions"}
 
 CASTS = ("float", "half", "bfloat16")
 """Methods of torch.nn.Module that cast weights. Importing TransformerEngine replaces them with its own versions."""
-
-_first_methods: dict[type, dict[str, Any]] = {}
-"""Class -> its methods at the first check."""
 
 
 @relies_on("v1/worker/gpu_model_runner.py:GPUModelRunner", members="get_model", when="cuda")
@@ -67,7 +64,8 @@ class Watch:
         self._runner, self._config, self._v2 = runner, config, config.use_v2_model_runner
         self._read = architecture(config.model_config)
         self._kinds: set[type] = set()
-        self._methods: list[_Methods] = []
+        self._classes: list[type] = []
+        self._hooks, self._strict = 0, False
         self._parts = self._cycle()
         self._suspect = False
 
@@ -78,7 +76,7 @@ class Watch:
             UnsupportedError: If a module, sampler or method was replaced, or a value differs from config.json. Every
                 later step raises the error too, until a check passes.
         """
-        self._suspect = True
+        self._suspect, self._hooks, self._strict = True, hooks_registered(), strict()
         model = self._runner.get_model()
         counts = refuse_model(model, tuple(ALIGNED.values()))
         faults = [
@@ -98,7 +96,8 @@ class Watch:
             *(m.quant_method for m in model.modules() if hasattr(m, "quant_method")),
         ]
         classes = dict.fromkeys(c for part in parts for c in _classes(type(part)))
-        faults += [fault for c in classes for fault in _method_faults(c)]
+        _METHODS.watch(classes)
+        faults += _METHODS.faults(classes)
         if not faults:  # the parts have the attributes that this reads
             faults = deviations(model, self._read, self._config.parallel_config.tensor_parallel_size)
         if faults:
@@ -109,15 +108,13 @@ class Watch:
                 + ". Remove the hooks, monkey-patches or overrides listed here"
             )
         self._kinds = {type(m) for m in model.modules()}
-        self._methods = [
-            _Methods(vars(c), len(vars(c)), tuple(group)) for c in classes for group in _groups(_first_methods[c])
-        ]
+        self._classes = list(classes)
         self._suspect = False
         return {**counts, AlignedAttentionImpl.__name__: len(attention), type(self._runner.sampler).__name__: 1}
 
     def step(self) -> None:
-        """Check the samplers and the next few other parts; if one has changed, check everything."""
-        if self._suspect or self._seems_replaced():
+        """Check the samplers and the next few other parts; if one has changed, or a hook is new, check everything."""
+        if self._suspect or self._strict or self._hooks != hooks_registered() or self._seems_replaced():
             self.inspect()
 
     def _seems_replaced(self) -> bool:
@@ -127,7 +124,7 @@ class Watch:
             if _sampling_faults(part, kind):
                 return True
         for part in islice(self._parts, PARTS_PER_STEP):
-            if part.changed() if isinstance(part, _Methods) else self._changed(part):
+            if _METHODS.changed(part) if isinstance(part, type) else self._changed(part):
                 return True
         return False
 
@@ -136,9 +133,9 @@ class Watch:
             return True
         return isinstance(module, Attention) and bool(self._attention_faults(module))
 
-    def _cycle(self) -> Iterator[torch.nn.Module | _Methods]:
+    def _cycle(self) -> Iterator[torch.nn.Module | type]:
         while True:
-            yield from [*self._runner.get_model().modules(), *self._methods]
+            yield from [*self._runner.get_model().modules(), *self._classes]
 
     def _sampling(self) -> Iterator[tuple[str, Any, type]]:
         """Yield (name, object that computes logprobs, its required class)."""
@@ -168,28 +165,6 @@ class Watch:
                 "got another object"
             )
         return faults
-
-
-class _Methods(NamedTuple):
-    """Some methods of a class, as of the last full check; `size` is the number of the class's attributes."""
-
-    attributes: Mapping[str, Any]
-    size: int
-    methods: tuple[tuple[str, Any], ...]
-
-    def changed(self) -> bool:
-        if len(self.attributes) != self.size:
-            return True
-        for name, method in self.methods:  # noqa: SIM110 - runs in every step; a generator is slower
-            if self.attributes.get(name) is not method:
-                return True
-        return False
-
-
-def _groups(methods: dict[str, Any]) -> Iterator[list[tuple[str, Any]]]:
-    rest = iter(methods.items())
-    while group := list(islice(rest, METHODS_PER_PART)):
-        yield group
 
 
 def _faults(module: torch.nn.Module) -> list[str]:
@@ -242,13 +217,10 @@ def _hook_fault(hook: Callable, kind: str = "") -> str:
 
 def _shadowed(part: Any, prefix: str = "") -> list[str]:
     """Return a fault for each method of an object that an attribute of the object hides. prefix: path to the object."""
-    own, methods = vars(part), _methods(type(part))
-    if methods.isdisjoint(own):  # the usual case, within a step's check
+    if not (names := shadowing(part, _methods(type(part)))):  # the usual case, within a step's check
         return []
-    return [
-        f"{prefix}{name}: must be {type(part).__name__}'s method, got an attribute assigned to the object"
-        for name in sorted(methods & own.keys())
-    ]
+    wanted = type(part).__name__
+    return [f"{prefix}{name}: must be {wanted}'s method, got an attribute assigned to the object" for name in names]
 
 
 @functools.cache
@@ -281,17 +253,17 @@ def _runs(kind: type) -> dict[str, Any]:
     }
 
 
-def _method_faults(kind: type) -> list[str]:
-    """Return a fault for each method of a class that changed since the first check, or comes from another package."""
-    now = _runs(kind)
-    then = _first_methods.setdefault(kind, now)
+def _method_fault(kind: type, name: str, now: Any, first: Any) -> str | None:
+    """Return a fault if a method of a class has changed since it was first seen, or comes from another package."""
     allowed = ENGINE if _package(kind.__module__) != "alignkit" else ("alignkit",)
-    return [
-        f"{kind.__qualname__}.{name}: must be the method that {_package(kind.__module__)} defines, got "
-        + (described(now[name]) if name in now else "no such method")
-        for name in sorted(now.keys() | then.keys())
-        if now.get(name) is not then.get(name) or not _comes_from(now[name], allowed)
-    ]
+    if now is first and _comes_from(now, allowed):
+        return None
+    got = "no such method" if now is Methods.MISSING else described(now)
+    return f"{kind.__qualname__}.{name}: must be the method that {_package(kind.__module__)} defines, got {got}"
+
+
+_METHODS = Methods(_runs, _method_fault)
+"""Guard of the classes of all engines in this process."""
 
 
 def _comes_from(method: Any, packages: tuple[str, ...]) -> bool:

@@ -18,8 +18,9 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.modules import module as torch_module
 
+from alignkit.engines import guards
 from alignkit.errors import UnsupportedError
-from alignkit.megatron import logprobs, modules, patch_megatron, snapshot
+from alignkit.megatron import logprobs, modules, patch_megatron
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import workers
 
@@ -324,8 +325,8 @@ def test_undo_restores_hooks(checkpoint, world):
 
 def test_model_is_checked_again_only_after_a_change(model, monkeypatch):
     snapshots = []
-    stock = snapshot.Snapshot.__init__
-    monkeypatch.setattr(snapshot.Snapshot, "__init__", lambda *args, **kw: snapshots.append(1) or stock(*args, **kw))
+    stock = guards.Snapshot.__init__
+    monkeypatch.setattr(guards.Snapshot, "__init__", lambda *args, **kw: snapshots.append(1) or stock(*args, **kw))
     for forward in forwards(model):
         forward()
     model.train()
@@ -334,4 +335,69 @@ def test_model_is_checked_again_only_after_a_change(model, monkeypatch):
     assert len(snapshots) == 1
     model.decoder.layers[0].more = 1
     model(TOKENS, None, None)
+    assert len(snapshots) == 2
+
+
+def test_settings_changed_in_place_are_rejected(model):
+    """The identity of the list stays the same."""
+    model.config.recompute_granularity, model.config.recompute_modules = "selective", ["core_attn"]
+    model(TOKENS, None, None)
+    model.config.recompute_modules.append("layernorm")
+    with pytest.raises(UnsupportedError, match="recompute_modules .*must contain only"):
+        model(TOKENS, None, None)
+    model.config.recompute_modules.pop()
+    model(TOKENS, None, None)
+
+
+@pytest.mark.parametrize(
+    "change, restore, message",
+    [
+        (lambda m: setattr(m, "mtp_process", True), lambda m: setattr(m, "mtp_process", False), "mtp_num_layers"),
+        (
+            lambda m: setattr(m.rotary_pos_emb, "rotary_interleaved", True),
+            lambda m: setattr(m.rotary_pos_emb, "rotary_interleaved", False),
+            "rotary_interleaved",
+        ),
+        (lambda m: m.rotary_pos_emb.inv_freq.mul_(2), lambda m: m.rotary_pos_emb.inv_freq.div_(2), "inv_freq"),
+        (
+            lambda m: m.rotary_pos_emb.inv_freq.data.numpy().__imul__(2),
+            lambda m: m.rotary_pos_emb.inv_freq.data.numpy().__itruediv__(2),
+            "inv_freq",
+        ),
+        (lambda m: setattr(m.config, "fp8", "e4m3"), lambda m: setattr(m.config, "fp8", None), "fp8"),
+        (
+            lambda m: m.decoder.layers[0].mlp.linear_fc1.__dict__.update(forward=len),
+            lambda m: m.decoder.layers[0].mlp.linear_fc1.__dict__.pop("forward"),
+            "linear_fc1.forward",
+        ),
+        (
+            lambda m: m.output_layer._forward_hooks.update({-1: lambda *_: torch.zeros(1)}),
+            lambda m: m.output_layer._forward_hooks.clear(),
+            "output_layer: the forward hook",
+        ),
+    ],
+)
+def test_changes_after_a_forward_are_rejected(change, restore, message, model):
+    change(model)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=message):
+        model(TOKENS, None, None)
+    restore(model)
+    model(TOKENS, None, None)
+
+
+def test_deleted_method_is_rejected(model, monkeypatch):
+    """Without it, the module would run the stock method of its base class."""
+    monkeypatch.delattr(modules.RMSNorm, "forward")
+    with pytest.raises(UnsupportedError, match="RMSNorm.forward: must be the method .* was deleted"):
+        model(TOKENS, None, None)
+
+
+def test_every_forward_inspects_the_model_in_strict_mode(model, monkeypatch):
+    snapshots, stock = [], guards.Snapshot.__init__
+    monkeypatch.setattr(guards.Snapshot, "__init__", lambda *args, **kw: snapshots.append(1) or stock(*args, **kw))
+    model(TOKENS, None, None)
+    assert not snapshots
+    monkeypatch.setenv("ALIGNKIT_STRICT", "1")
+    for _ in range(2):
+        model(TOKENS, None, None)
     assert len(snapshots) == 2

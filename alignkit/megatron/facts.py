@@ -1,4 +1,4 @@
-"""Fingerprint of a model: the facts, as short strings, that all ranks sharing the model must agree on. No numerics.
+"""Facts of a model, as short strings, that all ranks sharing the model must agree on. No numerics.
 
 `forward` compares the facts in its collective checks. The keys appear in error messages only and may change.
 """
@@ -14,7 +14,7 @@ import torch
 from . import state
 from .models import pattern
 
-_FIELDS = (
+FIELDS = (
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -67,7 +67,7 @@ def settings(model) -> dict[str, str]:
         "share_embeddings_and_output_weights": repr(bool(model.share_embeddings_and_output_weights)),
         # Recomputation runs the forward's collectives again in the backward pass, but only in training.
         "training with recomputation": repr(model.training and config.recompute_granularity is not None),
-    } | {name: str(getattr(config, name)) for name in _FIELDS}
+    } | {name: str(getattr(config, name)) for name in FIELDS}
 
 
 def stage(model) -> dict[str, str]:
@@ -88,7 +88,7 @@ def modules(found: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, str]:
     """Return the facts of a model's modules, given as (path, module).
 
     Each string has the count of every value and a digest of (path, value) pairs. The computation takes milliseconds.
-    Facts depend only on the state in a `snapshot.Snapshot`, so they can be cached while it is current.
+    Facts depend only on what a `guards.Snapshot` records, so they can be cached while it is current.
     """
     facts: dict[str, list[tuple[str, str]]] = {
         name: []
