@@ -18,7 +18,7 @@ FRAMEWORKS = build/frameworks-py$(VERSION)
 FIGURES = rms qk attention matmul logp moe gdn where-drift cost long
 BENCHMARKS = $(FIGURES) tree-sum e2e versions verl test sanitize
 
-.PHONY: check test test-slow lint docs fuzz $(BENCHMARKS:%=gpu-%) gpu-check gpu-figures kernels setup tables screenshots clean
+.PHONY: check test test-slow lint docs fuzz mutations gpu-mutations $(BENCHMARKS:%=gpu-%) gpu-check gpu-figures kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -39,6 +39,10 @@ lint: setup
 # The documentation site, in build/site. A broken link or an undocumented public name fails.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
+
+# Mutations of the CPU's kernels, and the golden cases that notice them: the table of docs/notes/self-test.md.
+mutations: setup
+	$(VENV)/bin/python -m tests.ops.mutations cpu
 
 # Random calls of the ops, and random faults on one of two tensor-parallel ranks. The tests include a short run.
 fuzz: setup
@@ -62,6 +66,10 @@ $(BENCHMARKS:%=gpu-%): gpu-%: kernels
 gpu-check: kernels
 	$(GPU) -m alignkit.cli check $(CHECK_ARGS) --out check-results
 	mkdir -p $(RESULTS) && cp check-results/check.json check-results/run.json $(RESULTS)
+
+# Mutations of the Triton kernels, and the golden cases that notice them.
+gpu-mutations: kernels
+	$(GPU) -m tests.ops.mutations cuda
 
 # All measurements of one GPU, one after the other. Without a target: benchmarks/attention_schedules.py, fit_linear.py,
 # before_after.py.
