@@ -1,6 +1,6 @@
-"""Fingerprints that ranks compare before a forward: a change of a model that affects bits or collectives changes them.
+"""Facts that ranks compare before a forward: a change of a model that affects bits or collectives changes them.
 
-CHANGES maps a key of the fingerprint, which the error message prints, to such a change.
+CHANGES maps a name of the facts, which the error message prints, to such a change.
 """
 
 import pytest
@@ -37,19 +37,19 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_fingerprint_changes_with_the_model(what, checkpoint, patched):
+def test_facts_change_with_the_model(what, checkpoint, patched):
     model = workers.build(checkpoint(), torch.bfloat16)
     before = patched.models.patch_model(model, for_forward=True)
     assert patched.models.patch_model(model, for_forward=True) == before
     assert patched.models.patch_model(workers.build(checkpoint(), torch.bfloat16), for_forward=True) == before, (
-        "an equal model must have the same fingerprint"
+        "an equal model must have the same facts"
     )
     CHANGES[what](model)
     after = patched.models.patch_model(model, for_forward=True)
     assert what in {name for name in before if before[name] != after[name]}, after
 
 
-def test_fingerprint_counts_each_value(checkpoint, patched):
+def test_facts_count_each_value(checkpoint, patched):
     model = workers.build(checkpoint(), torch.bfloat16)
     norms = sum(isinstance(m, torch.nn.RMSNorm) for m in model.modules())
     assert patched.models.patch_model(model)["eps of norms"].startswith(f"{norms} x 1e-06 (")
