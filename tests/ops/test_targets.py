@@ -222,3 +222,26 @@ def test_attention_that_does_not_fit_is_rejected_by_name():
         r"but needs 1\d{5}",
         message,
     )
+
+
+@pytest.mark.slow
+@EVERY_GPU
+def test_every_variant_compiles_and_fits(gpu, monkeypatch):
+    """The records' calls, then those of row-wise ops with more rows and wider GEMMs, which select other tiles."""
+    with compiling(gpu) as found:
+        assert not run(itertools.chain(golden_cases(), self_tests(), custom_ops()))
+        for folder in ("linear", "moe_experts"):
+            monkeypatch.setattr(importlib.import_module(f"alignkit.ops.{folder}.op"), "WIDTH", 2048)
+        assert not run(self_tests(rows=(1, 64, 200, 3000)))
+    for compiled in found:
+        check(compiled, gpu)
+
+
+@pytest.mark.slow
+@EVERY_GPU
+def test_attention_fits_or_is_rejected_by_name(gpu):
+    """Hopper's schedules fit into Hopper's memory. With less memory, wide heads and large GQA groups may not fit."""
+    for (dtype, dim, group, _), message in rejected(gpu, attention_calls()).items():
+        assert message.startswith(f"q: head_dim {dim} in ") and f"into {gpu.shared_memory} bytes" in message
+        assert gpu.shared_memory < families.HOPPER.shared_memory, message
+        assert group == 64 or (gpu.shared_memory == 99 << 10 and dim * dtype.itemsize > 256), message
