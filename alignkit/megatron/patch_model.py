@@ -141,8 +141,9 @@ class Models:
             "rope_scaling": repr(scaling),
             **facts.stage(model),
             **facts.modules(found),
-            "contract": dispatch.family(device).contract_id,
         }
+        if for_forward:  # a model may be built on the meta device
+            record.facts["contract"] = dispatch.family(device).contract_id
         state.register((module for _, module in found), record)
         settings = (
             (model.config, (*policy.restricted(), *facts.FIELDS, *modules.YARN_FIELDS)),
