@@ -165,6 +165,14 @@ class Config:
         "Folder for alignkit's cache: results of the golden-bits test for the installed versions.",
         "when the cache is read",
     )
+    certificates = _text(
+        "ALIGNKIT_CERTIFICATES",
+        "a folder",
+        "",
+        "Folder of the certificates that `alignkit prove` writes; by default `alignkit/certificates` in the cache. "
+        "Machines with equal keys may share it.",
+        "when a version or GPU needs a proof",
+    )
     ptxas = _text(
         "TRITON_PTXAS_PATH",
         "a file",
