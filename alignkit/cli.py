@@ -541,6 +541,58 @@ def doctor(context, op, recipe, problem) -> int:
     return 0 if passed else EXIT_DIFFERENT
 
 
+@cli.command()
+@click.option(
+    "--model-family",
+    "families",
+    metavar="FAMILY",
+    multiple=True,
+    type=FamilyName(FAMILIES),
+    help="Family of the random-weight models; repeatable.  [default: qwen3 and qwen3-moe]"
+    + _block("FAMILY is one of:", FamilyName(FAMILIES).choices),
+)
+@click.option(
+    "--tp",
+    type=IntegerFrom(1),
+    metavar="N",
+    help="Tensor-parallel size to prove in addition to size 1; at least 1.  [default: 2; 1 on a machine with one GPU]",
+)
+@click.option("--ops", is_flag=True, help="Prove the ops alone, without engines.")
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    default=Path("prove-results"),
+    show_default=True,
+    help="Output directory of the engines. It must be new or empty, or hold results of an earlier proof.",
+)
+@timeout_option
+def prove(families, tp, ops, out, timeout) -> int:
+    """Prove on this machine that versions and a GPU that alignkit does not know keep the bits.
+
+    Tests the ops like `alignkit doctor`. Then samples tokens with aligned vLLM, recomputes their logprobs with aligned
+    Megatron-core, and compares the bits, for each FAMILY. If all tests of the ops or of an engine pass, writes a
+    certificate, which the patches require for an engine that is not validated. It holds for this machine, these
+    versions and these files of the engines, and for the families and parallel sizes that were run.
+
+    The exit status is 0 if all tests passed, and 1 if any failed. `alignkit --help` lists the other statuses.
+    """
+    from . import prove as proofs
+    from .jobs.terminal import Terminal, console, interrupted_by_sigterm
+
+    def report(name: str, failure: str | None) -> None:
+        click.echo(f"{'FAIL' if failure else 'pass'}  {name}" + (f": {failure}" if failure else ""))
+
+    options = proofs.Options(out, ops=ops, tp=tp, timeout=timeout)
+    options.families = list(dict.fromkeys(families)) or options.families
+    screen = console()
+    with interrupted_by_sigterm(), Terminal(screen) as progress:
+        results = proofs.run(options, progress, report)
+    for proof in results:
+        screen.print(proofs.describe(proof), soft_wrap=True, markup=False)
+    return EXIT_DIFFERENT if any(proof.failures for proof in results) else 0
+
+
 @cli.command(short_help="Print which kernel computes an op, and why others are skipped.")
 @click.argument("op")
 @click.argument("problem", nargs=-1, metavar="[NAME=VALUE]...")

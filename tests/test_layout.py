@@ -29,7 +29,7 @@ ALLOWED = {
     "ops": BASE | {"dist", "runtime"},
     "models": BASE,
     "convert": BASE | {"models"},
-    "engines": BASE,
+    "engines": BASE | {"runtime"},
     "megatron": BASE | ENGINES - ADAPTERS,
     "vllm": BASE | ENGINES - ADAPTERS,
     "drift": BASE | {"runtime"},
@@ -40,6 +40,7 @@ ALLOWED = {
     "integrations": BASE | ENGINES | {""},
     "explain": BASE | {"ops", "runtime"},
     "doctor": BASE | {"dist", "ops", "runtime"},
+    "prove": BASE | ENGINES | {"check", "doctor", "jobs"},
     "testing": {"dist", "jobs"},
 }
 """Part of the package (a folder or a file) -> the parts that it may import, inside functions included.

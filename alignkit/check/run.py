@@ -42,6 +42,7 @@ class Options:
     tp: maximum tensor-parallel size; 1 omits tensor-parallel rows. None: 2, or 1 on a machine with one GPU.
     full: every pair of rollout and training instead of a subset.
     trainings: names of trainings, as in `plan.Row`. Only these are then compared, each with the rollout ``batch``.
+    pairs: (rollout, training) pairs, as in `plan.Row`, for each dtype. Only these are then compared, patched.
     max_tokens: tokens sampled per prompt.
     temperature: sampling temperature.
     seed: seed of weights, prompts and sampling.
@@ -55,6 +56,7 @@ class Options:
     tp: int = None  # pyright: ignore[reportAssignmentType] - machine-dependent default, set in __post_init__
     full: bool = False
     trainings: list[str] = field(default_factory=list)
+    pairs: list[tuple[str, str]] = field(default_factory=list)
     max_tokens: int = 64
     temperature: float = 1.0
     seed: int = 0
@@ -152,7 +154,9 @@ def run(options: Options, progress: Progress) -> Result:
     else:
         models = make_models("model", options.family or "qwen3", options.dtypes)
     architecture = architecture or read_architecture(models[options.dtypes[0]])
-    if options.trainings:
+    if options.pairs:
+        rows = [Row(dtype, *pair, True) for dtype in options.dtypes for pair in options.pairs]
+    elif options.trainings:
         rows = plan.against_batch(options.dtypes, options.trainings)
     else:
         rows = plan.rows(options.dtypes, options.tp, options.full, gpu, architecture.experts > 0)
@@ -165,7 +169,7 @@ def run(options: Options, progress: Progress) -> Result:
                 raise UnsupportedError(f"{e}; pass --tp {ranks} to create a model for {ranks} ranks") from None
         check_layout(architecture, patched=row.patched, **row.layout)  # pyright: ignore[reportArgumentType]
     parts = [make_plan(rows, models)]
-    if options.model is None and options.family is None and not options.trainings:
+    if options.model is None and options.family is None and not options.trainings and not options.pairs:
         moe_rows = plan.mixture_rows(options.dtypes[0])
         parts.append(make_plan(moe_rows, make_models(plan.MIXTURE, plan.MIXTURE, options.dtypes[:1])))
     jobs = [job for *_, jobs in parts for job in jobs]

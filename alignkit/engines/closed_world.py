@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-from alignkit.engines.hook_points import python_files
 
 
 @functools.lru_cache(16)
@@ -23,12 +20,12 @@ def users(root: Path, names: tuple[str, ...]) -> dict[str, frozenset[str]]:
     ``getattr``. Comments and other strings do not count.
     """
     found: dict[str, set[str]] = {name: set() for name in names}
-    mentioned = re.compile(rb"\b(" + b"|".join(re.escape(name).encode() for name in names) + rb")\b")
-    for path in python_files(root):
+    sought = [name.encode() for name in names]
+    for path in sorted(root.rglob("*.py")) if names else ():
         content = path.read_bytes()
-        if mentioned.search(content) is not None:
+        if any(name in content for name in sought):
             file = path.relative_to(root).as_posix()
-            for name in names & _words(ast.parse(content)):
+            for name in found.keys() & _words(ast.parse(content)):
                 found[name].add(file)
     return {name: frozenset(files) for name, files in found.items()}
 

@@ -1,91 +1,200 @@
-"""Classes of the table of an engine's versions: the hook points of each version, and whether alignkit supports it.
+"""Acceptance of an engine's version: its hook points resolve, and it was validated or is proved on this machine.
 
-The tables are in `alignkit.vllm.versions` and `alignkit.megatron.versions`. CONTRIBUTING.md, "Adding a vLLM minor",
-lists what a new row needs.
+What an adapter needs to know of a version, its facts, is derived from the names that exist in the engine's files. No
+list of version numbers decides. An engine is *validated* if the files with hook points are those of a version with
+which all tests passed (`Versions.validated`), and *proved* if `alignkit prove` wrote a certificate for these files on
+this machine. Any other engine is rejected. The tables are in `alignkit.vllm.versions` and `alignkit.megatron.versions`.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from alignkit.config import config
+from alignkit.engines.closed_world import unknown_users
 from alignkit.engines.hook_points import HookPoint, declared, unresolved
 from alignkit.errors import UnsupportedError
+from alignkit.runtime import certificates, machine
 
 Facts = TypeVar("Facts")
-"""Class of an adapter's facts about a version, such as `alignkit.vllm.versions.Version`. Error messages append
-``str(facts)`` to the version: ``.x on cuda`` gives "0.26.x on cuda"."""
+"""Class of an adapter's facts about a version, such as `alignkit.vllm.versions.Version`."""
+VALIDATED, PROVED, UNPROVED = "validated", "proved on this machine", "not proved"
+"""States of an engine whose hook points resolve."""
+DIGITS = 24
+"""Hexadecimal digits of a hash of files."""
+PROOF_RUNNING = "running"
+"""Content of the file ALIGNKIT_PROOF while `alignkit prove` runs."""
 
 
-@dataclass(frozen=True)
-class Row(Generic[Facts]):
-    """Row of one version.
+def rollout_check(family: str, *, tp: int, dp: int = 1, ep: bool = False) -> str:
+    """Return the name of the check of a vLLM engine: model family, parallel sizes, and whole experts per rank."""
+    return f"rollout {family} tp{tp} dp{dp}" + (" ep" if ep else "")
 
-    features: features of the version, separated by spaces: the values of `when` in the adapter's declarations of hook
-    points. runs: facts of a supported version that the adapter reads, or None if the version is listed but not
-    supported, because alignkit has not been run on it.
+
+def training_check(experts: bool, *, tp: int, sp: bool = False, ep: int = 1, pp: int = 1, cp: int = 1) -> str:
+    """Return the name of the check of a Megatron model: dense or MoE, and its parallel sizes."""
+    return f"training {'moe' if experts else 'dense'} tp{tp}{'-sp' if sp and tp > 1 else ''} ep{ep} pp{pp} cp{cp}"
+
+
+class Names:
+    """The names of one engine package: the hook points that the adapter relies on there, and what is missing.
+
+    declared: hook points by feature ("" for all versions), as in `hook_points.declared`. Each feature must be required,
+    optional, chosen or left out by `derive`.
     """
 
-    features: str
-    runs: Facts | None = None
+    def __init__(self, root: Path, declared: Mapping[str, Sequence[HookPoint]]):
+        self.root, self._declared = root, declared
+        self.hook_points: list[HookPoint] = []
+        self.missing: list[str] = []
+        self.features: set[str] = set()
+
+    def require(self, *features: str) -> None:
+        """Rely on all names of these features."""
+        for feature in features:
+            self.hook_points += self._of(feature)
+            self.missing += unresolved(self.root, self._of(feature))
+
+    def optional(self, *features: str) -> None:
+        """Rely on the names of these features that exist, each by itself."""
+        for feature in features:
+            self.hook_points += [point for point in self._of(feature) if not unresolved(self.root, [point])]
+
+    def has(self, feature: str) -> bool:
+        """Return whether a feature's first name exists; if so, rely on all its names."""
+        present = not unresolved(self.root, self._of(feature)[:1])
+        if present:
+            self.require(feature)
+        return present
+
+    def either(self, *features: str) -> str:
+        """Return the first feature whose names all exist, by default the first one, and rely on its names."""
+        whole = [feature for feature in features if not unresolved(self.root, self._of(feature))]
+        self.require(whole[0] if whole else features[0])
+        return whole[0] if whole else features[0]
+
+    def leave_out(self, *features: str) -> None:
+        """Ignore these features, such as those of another device."""
+        self.features |= {*features}
+
+    def _of(self, feature: str) -> list[HookPoint]:
+        self.features.add(feature)
+        return list(self._declared.get(feature, ()))
 
 
 @dataclass(frozen=True)
 class Versions(Generic[Facts]):
-    """Table of an engine's versions.
+    """Versions of an engine.
 
-    engine: name for messages. package: the engine's package, and adapter: the adapter's folder, which declares the hook
-    points. rows: keyed by a full version (0.19.2), or by a minor one (0.26) for all its patches.
-    more: hook points of all versions that are not declared.
+    engine: name for messages. subject: name of its certificates. package: the engine's package. adapter: the adapter's
+    folder, which declares the hook points. derive: function that relies on the names that it needs and returns the
+    facts. validated: version with which all tests passed -> hash of its files with hook points. users: function of the
+    engine that alignkit replaces -> all files that may refer to it; a reference in another file would bypass the
+    replacement. more: hook points of all versions that are not declared.
     """
 
     engine: str
+    subject: str
     package: str
     adapter: Path
-    rows: dict[str, Row[Facts]]
+    derive: Callable[[Names], Facts]
+    validated: Mapping[str, str]
+    users: Mapping[str, Collection[str]]
     more: tuple[HookPoint, ...] = ()
-    _verified: set[tuple[Path, str]] = field(default_factory=set, init=False, repr=False, compare=False)
-    """Package directories and versions already verified in this process."""
+    _inspected: dict[Path, tuple[Facts, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Facts and hash of the packages inspected in this process."""
 
     @functools.cached_property
     def declared(self) -> dict[str, list[HookPoint]]:
         """Hook points by feature ("" for all versions)."""
         found = declared(self.adapter, self.package)
-        if unknown := found.keys() - {"", *(feature for row in self.rows.values() for feature in row.features.split())}:
-            raise ValueError(f"when: must be a feature of a version in the table, got {', '.join(sorted(unknown))}")
-        return found
+        return found | {"": [*found[""], *self.more]}
 
-    def hook_points(self, version: str) -> list[HookPoint]:
-        """Return the names that a known `version` of the engine must have."""
-        features = self.rows[self.known(version) or version].features.split()
-        found = [hook_point for feature in ("", *features) for hook_point in self.declared.get(feature, ())]
-        return [*found, *self.more]
+    def names(self, root: Path) -> tuple[Names, Facts]:
+        """Return the names that the adapter relies on in the package at `root`, and the facts."""
+        names = Names(root, self.declared)
+        facts = self.derive(names)
+        if unknown := self.declared.keys() - names.features:
+            raise ValueError(f"when: must be a feature that `derive` handles, got {', '.join(sorted(unknown))}")
+        names.missing += unknown_users(root, self.users)
+        return names, facts
 
-    def known(self, version: str) -> str | None:
-        """Return the row key of a full `version`, or None. The local suffix after `+` (0.19.2+9d061af) is ignored."""
-        release = version.partition("+")[0]
-        return next((key for key in (release, ".".join(release.split(".")[:2])) if key in self.rows), None)
-
-    def require(self, version: str) -> Facts:
-        """Return the facts of `version` for the adapter. Raises UnsupportedError if alignkit does not support it."""
-        key = self.known(version)
-        if key is not None and (facts := self.rows[key].runs) is not None:
-            return facts
-        runs = ", ".join(f"{key}{facts}" for key, row in self.rows.items() if (facts := row.runs) is not None)
-        raise UnsupportedError(f"{self.engine} {version}: not supported. Install one of: {runs}")
-
-    def unresolved(self, root: Path, version: str) -> list[str]:
-        """Return the hook points of a known `version` that the package at `root` lacks, each with the reason."""
-        return unresolved(root, self.hook_points(version))
-
-    def require_hook_points(self, root: Path, version: str) -> None:
-        """Raise UnsupportedError naming the hook points of a known `version` that the package at `root` lacks."""
-        if (root, version) not in self._verified:
-            if lacking := self.unresolved(root, version):
+    def inspect(self, root: Path, version: str) -> tuple[Facts, str]:
+        """Return the facts and the hash of the files with hook points; raise UnsupportedError if a name is missing."""
+        if root not in self._inspected:
+            names, facts = self.names(root)
+            if names.missing:
                 raise UnsupportedError(
-                    f"{self.engine} {version}: must be the released package, but in this one these names are missing "
-                    f"or changed: {'; '.join(lacking)}. Reinstall the release"
+                    f"{self.engine} {_release(version)}: these names are missing or changed: "
+                    f"{'; '.join(names.missing)}. {self._remedy()}"
                 )
-            self._verified.add((root, version))
+            self._inspected[root] = facts, digest(names)
+        return self._inspected[root]
+
+    def state(self, root: Path, version: str, checks: Iterable[str] = ()) -> str:
+        """Return VALIDATED, PROVED or UNPROVED; raise UnsupportedError if a name is missing."""
+        _, found = self.inspect(root, version)
+        if found in self.validated.values():
+            return VALIDATED
+        return UNPROVED if certificates.rejection(self.subject, self.key(root, version), checks) else PROVED
+
+    def require(self, root: Path, version: str, checks: Iterable[str] = ()) -> Facts:
+        """Return the facts of the engine at `root`.
+
+        Args:
+            root: the engine's package directory.
+            version: its version, for messages and the certificate.
+            checks: names of the checks that its certificate must have if the engine is not validated.
+
+        Raises:
+            UnsupportedError: a hook point is missing, or the engine is neither validated nor proved here.
+        """
+        facts, found = self.inspect(root, version)
+        if found in self.validated.values() or proving():
+            return facts
+        if reason := certificates.rejection(self.subject, self.key(root, version), checks):
+            raise UnsupportedError(
+                f"{self.engine} {_release(version)}: is neither validated nor proved on this machine ({reason}). Run "
+                f"`{certificates.COMMAND}`, which takes minutes. {self._remedy()}"
+            )
+        return facts
+
+    def key(self, root: Path, version: str) -> dict[str, str]:
+        """Return the key of a certificate of the engine at `root`."""
+        _, found = self.inspect(root, version)
+        return machine.proof_key() | {self.subject: _release(version), f"files of {self.subject}": found}
+
+    def _remedy(self) -> str:
+        return f"Validated: {', '.join(self.validated)}"
+
+
+def digest(names: Names) -> str:
+    """Return the hash of the files with hook points."""
+    files = {_file(names.root, point.file) for point in names.hook_points}
+    return certificates.files_digest(names.root, tuple(sorted(files)))[:DIGITS]
+
+
+def _file(root: Path, name: str) -> str:
+    """Return the path below `root` of a hook point's file, whose name may lack the suffix."""
+    if name.endswith(".py"):
+        return name
+    return f"{name}/__init__.py" if (root / name).is_dir() else f"{name}.py"
+
+
+def proving() -> bool:
+    """Return whether this process belongs to a run of `alignkit prove`, which starts engines that are not proved."""
+    file = config.proof
+    try:
+        return bool(file) and Path(file).read_text() == PROOF_RUNNING and os.access(file, os.R_OK)
+    except OSError:
+        return False
+
+
+def _release(version: str) -> str:
+    """Return a version without its local part, which names the commit of any checkout that Megatron-core lies in."""
+    return version.partition("+")[0]

@@ -5,7 +5,6 @@ Public: names, signatures and the keys of `status` are documented in docs/api/me
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from alignkit.runtime import dispatch
 from alignkit.runtime.ids import contract_id
 
 from .state import device_of
-from .versions import VERSIONS
+from .versions import installed
 
 
 def patch_megatron(vocab_size: int | None = None, *, keep_logits: bool = False) -> Patch:
@@ -141,8 +140,7 @@ class Patch(engine_patch.Patch):
             ) from None
 
         self.version = megatron.core.__version__
-        self.has_hook = VERSIONS.require(self.version).hook
-        VERSIONS.require_hook_points(Path(megatron.core.__path__[0]), self.version)
+        self.has_hook = installed().hook
 
         from megatron.core.fusions import fused_cross_entropy
         from megatron.core.models.common.language_module.language_module import LanguageModule

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 
 from alignkit.dist import CP
 from alignkit.engines.policy import Policy, Row, only, refusals
+from alignkit.engines.versions import training_check
 from alignkit.errors import UnsupportedError
+from alignkit.megatron.versions import installed
 
 _RECOMPUTED = {"core_attn", "mlp", "moe", "moe_act", "shared_experts"}
 """Supported `recompute_modules`: recomputed from their inputs alone, or by alignkit's ops, to the same bits."""
@@ -221,6 +223,11 @@ def check_config(config) -> None:
     """Raise UnsupportedError naming the first field of a TransformerConfig that alignkit does not support."""
     for refusal in refusals(config, _rows(), context=config):
         raise UnsupportedError(refusal)
+    sizes = {
+        name: getattr(config, f"{field}_model_parallel_size" if field != "context" else "context_parallel_size")
+        for name, field in (("tp", "tensor"), ("ep", "expert"), ("pp", "pipeline"), ("cp", "context"))
+    }
+    installed(training_check(config.num_moe_experts is not None, sp=config.sequence_parallel, **sizes))
 
 
 @functools.cache

@@ -1,7 +1,6 @@
-"""Versions of Megatron-core, one row each; no other file depends on a version.
+"""Versions of Megatron-core: the facts that its names give, and the versions with which all tests passed.
 
-A new row needs a run of tests/megatron with that version. docs/megatron.md lists the versions. The features of a row
-select hook points: "output_processor", "hybrid" (HybridModel), "cross_entropy_group" (the loss takes its group).
+No other file depends on a version. docs/megatron.md lists the versions.
 """
 
 from __future__ import annotations
@@ -9,31 +8,68 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from alignkit.engines.versions import Row, Versions
+from alignkit.engines.versions import Names, Versions
 
 
 @dataclass(frozen=True)
 class Version:
-    """Facts of a supported version.
+    """Facts of a version.
 
     hook: GPTModel.forward accepts `output_processor`. Without it `logprobs` passes its request by a context variable.
     """
 
     hook: bool
 
-    def __str__(self) -> str:
-        """Return the text that error messages append to a version: nothing, as rows are full versions."""
-        return ""
 
+def derive(names: Names) -> Version:
+    """Return the facts that the names of Megatron-core give.
+
+    Features: "output_processor" of GPTModel; "hybrid", HybridModel; "cross_entropy_group", the loss takes its group.
+    """
+    names.require("")
+    names.has("hybrid")
+    names.optional("cross_entropy_group")
+    return Version(hook=names.has("output_processor"))
+
+
+VALIDATED = {
+    "0.16.1": "078912c569ac8349c2b3ba59",
+    "0.17.1": "1faac943ab2de24a7b4744e5",
+    "0.18.2": "fca61590524d7dbf0e6efaef",
+    "0.19.2": "539321f92f0a84e7e45320cf",
+}
+"""Versions with which all tests passed -> hash of their files with hook points (tests/megatron/test_hook_points.py).
+
+Versions with equal files are one entry: 0.16.0 and 0.16.1, 0.18.0 to 0.18.2.
+"""
 
 VERSIONS: Versions[Version] = Versions(
+    "Megatron-core",
     "megatron-core",
     "megatron.core",
     Path(__file__).parent,
-    {
-        "0.16.1": Row("", Version(hook=False)),
-        "0.17.1": Row("", Version(hook=False)),
-        "0.18.2": Row("output_processor hybrid", Version(hook=True)),
-        "0.19.2": Row("output_processor hybrid cross_entropy_group", Version(hook=True)),
+    derive,
+    VALIDATED,
+    users={
+        "topk_routing_with_score_function": ("transformer/moe/moe_utils.py", "transformer/moe/router.py"),
+        "_VocabParallelCrossEntropy": ("fusions/fused_cross_entropy.py", "tensor_parallel/cross_entropy.py"),
+        # TransformerEngine, inference, and attention with a latent, which is rejected, use it themselves.
+        "apply_rotary_pos_emb": (
+            *(f"models/common/embeddings/{file}.py" for file in ("__init__", "rope_utils", "rotary_pos_embedding")),
+            *(f"transformer/{file}.py" for file in ("attention", "multi_latent_attention")),
+            *(f"transformer/experimental_attention_variant/{file}.py" for file in ("absorbed_mla", "dsa")),
+            "extensions/transformer_engine.py",
+            "inference/contexts/dynamic_context.py",
+        ),
     },
 )
+
+
+def installed(*checks: str) -> Version:
+    """Return the facts of the installed Megatron-core; raise UnsupportedError if it is not accepted.
+
+    checks: names of the checks that its certificate must have if it is not validated.
+    """
+    import megatron.core
+
+    return VERSIONS.require(Path(megatron.core.__path__[0]), megatron.core.__version__, checks)

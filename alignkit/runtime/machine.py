@@ -19,7 +19,7 @@ import torch
 
 from ..config import config, require_variables
 from ..errors import BackendError, UnsupportedError
-from . import dispatch
+from . import dispatch, validated
 from .families import CPU, SM90, Family
 
 
@@ -30,7 +30,18 @@ def family() -> Family:
 
 def engine_device() -> torch.device:
     """Return the device on which engines run on this machine."""
-    return torch.device((SM90 if torch.cuda.is_available() else CPU).device_type)
+    return torch.device(engine_family().device_type)
+
+
+def engine_family() -> Family:
+    """Return the device family on which engines run on this machine, without validating it."""
+    return SM90 if torch.cuda.is_available() else CPU
+
+
+def proof_key() -> dict[str, str]:
+    """Return everything of this machine and of alignkit that a proof depends on: the first fields of its key."""
+    device = engine_device()
+    return validated.facts(device, dispatch.fastest_backend(device))
 
 
 def require_environment() -> None:

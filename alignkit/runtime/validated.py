@@ -9,6 +9,7 @@ pass is cached under ``$XDG_CACHE_HOME/alignkit`` (``~/.cache/alignkit``). Anoth
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import json
@@ -139,22 +140,38 @@ def _text(versions: dict[str, str]) -> str:
 
 def _key(family: Family, device: torch.device, backend: str) -> str:
     """Return the cache key of a verdict: everything that the bits may depend on."""
+    return json.dumps(facts(device, backend), indent=1)
+
+
+def facts(device: torch.device, backend: str) -> dict[str, str]:
+    """Return everything that the bits on `device` may depend on, as text: hardware, versions, and alignkit's files."""
+    family = families.of_type(device)
+    assert family is not None  # a device with a backend has a family
+    found = {"contract": family.contract_id, "backend": backend, "python": platform.python_version_tuple()[1]}
     if family.on_gpu:
-        hardware = torch.cuda.get_device_name(device)
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "device": f"{properties.name}, {properties.multi_processor_count} SMs",
+            "driver": str(torch._C._cuda_getDriverVersion()),
+            "cublaslt": _cublaslt(),
+        }
     else:
-        hardware = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {' '.join(platform.libc_ver())}"
-    isa = native.isa() if backend == families.NATIVE else None
-    return json.dumps(
-        {
-            "contract": family.contract_id,
-            "backend": backend,
-            "isa": isa,
-            "device": hardware,
-            "versions": installed(family),
-            "package": _package(backend),
-        },
-        indent=1,
-    )
+        found["device"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        found["libc"] = " ".join(platform.libc_ver())
+        if backend == families.NATIVE:
+            found["isa"] = native.isa()
+    return found | installed(family) | {"alignkit": _package(backend)}
+
+
+@functools.cache
+def _cublaslt() -> str:
+    """Return the version of the cuBLASLt library that torch uses, or "absent"."""
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}")
+    except OSError:
+        return "absent"
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return str(library.cublasLtGetVersion())
 
 
 @functools.cache

@@ -13,7 +13,6 @@ import inspect
 import os
 from collections.abc import Awaitable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from alignkit.config import Config
@@ -22,7 +21,7 @@ from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
 from alignkit.vllm.policy import fusions
 from alignkit.vllm.refuse import refuse_config
-from alignkit.vllm.versions import VERSIONS, installed
+from alignkit.vllm.versions import installed
 from alignkit.vllm.worker_class import CONTRACT_KEY, is_aligned, worker_class
 
 ENV = Config.vllm.name
@@ -45,8 +44,7 @@ class Patch(engine_patch.Patch):
         import vllm
 
         self.version = vllm.__version__
-        VERSIONS.require(self.version)
-        VERSIONS.require_hook_points(Path(vllm.__file__).parent, self.version)
+        installed()
 
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine import async_llm, llm_engine

@@ -21,6 +21,7 @@ from alignkit.contract.experts import ExpertTree
 from alignkit.convert import Architecture
 from alignkit.engines.hook_points import relies_on
 from alignkit.engines.policy import REQUIRED, Policy, Row, default, refusals
+from alignkit.engines.versions import rollout_check
 from alignkit.errors import AlignkitError, UnsupportedError
 from alignkit.models import ARCHITECTURES, FAMILIES
 from alignkit.models.config import ROPE_TYPES
@@ -83,6 +84,9 @@ def refuse_config(config) -> None:
     )
     if reasons:
         raise UnsupportedError(f"vLLM engine: unsupported settings: {'; '.join(dict.fromkeys(reasons))}")
+    family = ARCHITECTURES[model.hf_config.architectures[0]].name
+    sizes = {"tp": parallel.tensor_parallel_size, "dp": parallel.data_parallel_size}
+    installed(rollout_check(family, ep=parallel.enable_expert_parallel, **sizes))
 
 
 def part_reasons(asked: Asked, part: str, table: Policy) -> list[str]:

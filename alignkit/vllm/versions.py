@@ -1,7 +1,7 @@
-"""The table of vLLM versions, one row per minor version.
+"""Versions of vLLM: the facts that its names give, and the versions with which all tests passed.
 
 No other module compares versions; code that differs between versions reads a field of `Version`, or tests for a name.
-CONTRIBUTING.md, "Adding a vLLM minor", lists the other places that a new row needs.
+docs/vllm.md lists the versions.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from alignkit.engines.hook_points import HookPoint
-from alignkit.engines.versions import Row, Versions
+from alignkit.engines.versions import Names, Versions
 from alignkit.models import FAMILIES
-from alignkit.runtime import families
 from alignkit.runtime.families import Family
+from alignkit.runtime.machine import engine_family
 
 
 @dataclass(frozen=True)
 class Version:
-    """Properties of a supported version. Classes are given as ``module:name``.
+    """Facts of a version on this machine's devices. Classes are given as ``module:name``.
 
     family: the device family. worker: the stock worker class. attention: the entry of `AttentionBackendEnum` that
     alignkit's backend replaces. client_error: the error class whose message vLLM's server returns to the client.
     graphs: whether alignkit supports the V2 runner, torch.compile and CUDA graphs. replicas: whether it supports data
-    parallelism inside vLLM. scores: the name of the V2 runner's function for logprobs of token ids. without: model
-    architectures that alignkit does not support in this version -> the reason.
+    parallelism inside vLLM, which is untested on GPUs before 0.26. scores: the name of the V2 runner's function for
+    logprobs of token ids. without: model architectures that alignkit does not support in this version -> the reason.
     """
 
     family: Family
@@ -39,74 +39,98 @@ class Version:
     scores: str = "compute_topk_scores"
     without: Mapping[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        """Return the text that error messages append to a minor version, as in "0.26.x on cuda"."""
-        return f".x on {self.family.device_type}"
+
+_ROUTERS = "is supported only with vLLM 0.32 on a CPU; in this version, the routers are plain torch.nn.Linear modules"
 
 
-_CUDA = Version(
-    family=families.SM90,
-    worker="vllm.v1.worker.gpu_worker:Worker",
-    attention="CUSTOM",
-    client_error="builtins:ValueError",
-    graphs=True,
-    replicas=True,
-    without={
-        "Glm4MoeForCausalLM": "is supported only with vLLM 0.32 on a CPU; in this version, the routers are plain "
-        "torch.nn.Linear modules"
-    },
+OPTIONAL = (
+    "opt_in_passes",
+    "backend_per_kind",
+    "cuda_all_gather",
+    "deferred_sum",
+    "imported_scores",
+    "sharded_logits",
+    "watermarks",
 )
+"""Features whose names a version may lack:
 
-_BEFORE_0_26 = replace(_CUDA, scores="compute_topk_logprobs", replicas=False)
-"""Versions whose data parallelism is untested on GPUs."""
+- "opt_in_passes": compiler passes that move communication
+- "backend_per_kind": an attention backend for each kind of layer
+- "cuda_all_gather": the communicator all-gathers with its own NCCL binding
+- "deferred_sum": an MoE layer may defer its all-reduce
+- "imported_scores": prompt logprobs import the V2 runner's function for logprobs by name
+- "sharded_logits": logits can stay sharded up to the sampler
+- "watermarks": requests can be watermarked
 
-_CUDA_UNTIL_0_26 = "cuda opt_in_passes kv_cache_shape"
-_FROM_0_26 = "topk_scores backend_per_kind cuda_all_gather deferred_sum"
-_CPU_FROM_0_32 = f"{_FROM_0_26} cpu client_error imported_scores sharded_logits kv_cache_layouts watermarks"
+The others are "cuda" and "cpu", the device; "topk_scores" or "topk_logprobs", the V2 runner's function for logprobs of
+token ids; "kv_cache_layouts" or "kv_cache_shape", what the backend tells of the KV cache; "client_error", a class.
+"""
+
+
+def derive(names: Names, family: Family | None = None) -> Version:
+    """Return the facts that the names of vLLM give on devices of `family`, by default this machine's."""
+    family = family or engine_family()
+    mine, other = ("cuda", "cpu") if family.on_gpu else ("cpu", "cuda")
+    names.require("", mine)
+    names.leave_out(other)
+    names.optional(*OPTIONAL)
+    scores = names.either("topk_scores", "topk_logprobs")
+    names.either("kv_cache_layouts", "kv_cache_shape")
+    errors = names.has("client_error")
+    return Version(
+        family=family,
+        worker="vllm.v1.worker.gpu_worker:Worker" if family.on_gpu else "vllm.v1.worker.cpu_worker:CPUWorker",
+        attention="CUSTOM" if family.on_gpu else "CPU_ATTN",
+        client_error="vllm.exceptions:VLLMClientError" if errors else "builtins:ValueError",
+        graphs=family.on_gpu,
+        replicas=not family.on_gpu or scores == "topk_scores",
+        scores=f"compute_{scores}",
+        without={"Glm4MoeForCausalLM": _ROUTERS} if family.on_gpu else {},
+    )
+
+
+VALIDATED = {
+    "0.24.0 on cuda": "97cd3f39496c44ef545b508b",
+    "0.25.1 on cuda": "8295043575d2398ac863b30c",
+    "0.26.0 on cuda": "dda4194311dfdcb3d6ddea4f",
+    "0.32.0 on cpu": "ca5e7151399a02e795397d4d",
+}
+"""Versions with which all tests passed -> hash of their files with hook points (tests/vllm/test_hook_points.py)."""
+
+_SAMPLING = tuple(f"v1/worker/gpu/sample/{file}.py" for file in ("sampler", "prompt_logprob", "logprob"))
+_SPECULATIVE = ("v1/worker/gpu/spec_decode/rejection_sampler.py", "model_executor/models/diffusion_gemma.py")
+"""Speculative and diffusion decoding, which are rejected."""
 
 VERSIONS: Versions[Version] = Versions(
     "vLLM",
     "vllm",
+    "vllm",
     Path(__file__).parent,
-    {
-        "0.24": Row(f"{_CUDA_UNTIL_0_26} topk_logprobs", _BEFORE_0_26),
-        "0.25": Row(f"{_CUDA_UNTIL_0_26} topk_logprobs cuda_all_gather deferred_sum", _BEFORE_0_26),
-        "0.26": Row(f"{_CUDA_UNTIL_0_26} {_FROM_0_26}", _CUDA),
-        "0.32": Row(
-            _CPU_FROM_0_32,
-            Version(
-                family=families.CPU,
-                worker="vllm.v1.worker.cpu_worker:CPUWorker",
-                attention="CPU_ATTN",
-                client_error="vllm.exceptions:VLLMClientError",
-                graphs=False,
-                replicas=True,
-            ),
-        ),
-        "0.33": Row(_CPU_FROM_0_32),
+    derive,
+    VALIDATED,
+    users={
+        "compute_logprobs": ("v1/sample/sampler.py", "v1/sample/rejection_sampler.py", "v1/worker/gpu_model_runner.py"),
+        # From 0.31 on also for prompt logprobs of given token ids, which `policy.REQUEST` rejects.
+        "compute_token_logprobs": _SAMPLING,
+        "compute_topk_scores": (*_SAMPLING, *_SPECULATIVE),
+        "compute_topk_logprobs": (*_SAMPLING, *_SPECULATIVE),
+        "compute_prompt_logprobs_with_chunking": _SAMPLING,
+        "PromptLogprobsWorker": (*_SAMPLING, "v1/worker/gpu/model_runner.py"),
     },
     # Supported model classes, which consist of the parts that the adapter replaces.
-    tuple(HookPoint(f"model_executor/models/{family.file}", family.architecture) for family in FAMILIES.values()),
+    more=tuple(HookPoint(f"model_executor/models/{family.file}", family.architecture) for family in FAMILIES.values()),
 )
-"""Features of a row select hook points:
-
-- "cuda", "cpu": the device; "opt_in_passes": compiler passes that move communication
-- "topk_logprobs", "topk_scores": the V2 runner's function for logprobs of token ids; "imported_scores": prompt logprobs
-  import it by name; "sharded_logits": logits can stay sharded up to the sampler
-- "kv_cache_shape", "kv_cache_layouts": the backend gives the shape and stride order of the KV cache, or its layouts
-- "cuda_all_gather": the communicator all-gathers with its own NCCL binding; "deferred_sum": an MoE layer may defer its
-  all-reduce
-- "backend_per_kind": an attention backend for each kind of layer; "watermarks": of requests; "client_error": errors
-  have classes
-"""
 
 
 @functools.cache
-def installed() -> Version:
-    """Return the row of the installed vLLM; raise UnsupportedError if the adapter does not support it."""
+def installed(*checks: str) -> Version:
+    """Return the facts of the installed vLLM; raise UnsupportedError if it is not accepted.
+
+    checks: names of the checks that its certificate must have if it is not validated.
+    """
     import vllm
 
-    return VERSIONS.require(vllm.__version__)
+    return VERSIONS.require(Path(vllm.__file__).parent, vllm.__version__, checks)
 
 
 def resolve(path: str) -> type:

@@ -1,0 +1,200 @@
+"""`alignkit prove`: shows on this machine that alignkit keeps its contract, and writes certificates.
+
+The ops are proved by their golden bits and self-tests. Engines are proved by the check's aligned rows: vLLM samples
+tokens, Megatron-core recomputes their logprobs, and all bits must be equal. A certificate is written only if every
+check of its subject passed. `runtime.certificates` describes the file, and docs/proof.md what a proof covers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .check import run as check
+from .check.plan import Row, rollouts, trainings
+from .config import Config
+from .doctor import self_test
+from .engines.versions import PROOF_RUNNING, VALIDATED, Versions, rollout_check, training_check
+from .errors import UnsupportedError
+from .jobs.execute import INSTALL, Progress, prepare
+from .models import FAMILIES
+from .runtime.certificates import Certificate
+from .runtime.machine import gpus, installed, most_ranks, proof_key, require_environment
+
+OPS = "ops"
+"""Subject of the certificate of the ops."""
+COMMAND = "prove"
+
+
+@dataclass
+class Options:
+    """Options of a proof.
+
+    out: directory of the engines' results and logs.
+    families: model families to prove; random-weight models.
+    ops: prove the ops alone.
+    tp: largest tensor-parallel size. None: 2, or 1 on a machine with one GPU.
+    dtypes: dtypes of the models.
+    timeout: time limit of one engine process in seconds.
+    """
+
+    out: Path
+    families: list[str] = field(default_factory=lambda: ["qwen3", "qwen3_moe"])
+    ops: bool = False
+    tp: int | None = None
+    dtypes: list[str] = field(default_factory=lambda: ["bfloat16"])
+    timeout: float = 1800.0
+
+
+@dataclass
+class Proof:
+    """Result for one subject: the checks that passed with their counts, and the failures."""
+
+    subject: str
+    key: dict[str, str]
+    checks: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    certificate: Path | None = None
+
+    def write(self) -> None:
+        """Write the certificate, unless a check failed."""
+        if not self.failures:
+            self.certificate = Certificate(self.subject, self.key, self.checks).write()
+
+
+Report = Callable[[str, str | None], None]
+"""Receiver of each check of the ops: its name, and its failure or None."""
+
+
+def run(options: Options, progress: Progress, report: Report) -> list[Proof]:
+    """Run the proof and write a certificate for each subject whose checks all passed.
+
+    Raises:
+        UnsupportedError: an engine is missing, or lacks a hook point.
+        InputError: an option or environment variable is invalid.
+        WorkerError: an engine process failed.
+    """
+    require_environment()
+    proofs = [prove_ops(report)]
+    if not options.ops and not proofs[0].failures:
+        proofs += prove_engines(options, progress)
+    return proofs
+
+
+def prove_ops(report: Report) -> Proof:
+    """Prove the ops on this machine: golden bits, row invariance, gradients and tensor-parallel ranks."""
+    proof, started = Proof(OPS, proof_key()), time.monotonic()
+    for name, failure in self_test():
+        report(name, failure)
+        if failure is None:
+            proof.checks[name] = 1
+        else:
+            proof.failures.append(f"{name}: {failure}")
+    proof.seconds = time.monotonic() - started
+    proof.write()
+    return proof
+
+
+def engines() -> dict[str, tuple[Versions, Path, str]]:
+    """Return the installed engines by subject: their versions, package directory and version; import them."""
+    found: dict[str, tuple[Versions, Path, str]] = {}
+    for name, module in (("vLLM", "vllm"), ("Megatron-core", "megatron.core")):
+        if not installed(module):
+            raise UnsupportedError(f"alignkit prove requires {name}, which is not installed. {INSTALL[module]}")
+    import megatron.core
+    import vllm
+
+    from .megatron import versions as megatron_versions
+    from .vllm import versions as vllm_versions
+
+    for versions, root, version in (
+        (vllm_versions.VERSIONS, Path(vllm.__file__).parent, vllm.__version__),
+        (megatron_versions.VERSIONS, Path(megatron.core.__path__[0]), megatron.core.__version__),
+    ):
+        found[versions.subject] = versions, root, version
+    return found
+
+
+def prove_engines(options: Options, progress: Progress) -> list[Proof]:
+    """Prove the installed engines by the aligned rows of a check for each family."""
+    found, started = engines(), time.monotonic()
+    proofs = {
+        subject: Proof(subject, versions.key(root, version)) for subject, (versions, root, version) in found.items()
+    }
+    tp = options.tp or min(2, most_ranks() or 2)
+    failures: list[str] = []
+    prepare(options.out, files=(), folders=(), command=COMMAND)
+    with unproved_engines(options.out):
+        for family in options.families:
+            experts = FAMILIES[family].experts is not None
+            result = check.run(
+                check.Options(
+                    out=options.out / family,
+                    family=family,
+                    dtypes=options.dtypes,
+                    tp=tp,
+                    pairs=pairs(tp, bool(gpus()), experts),
+                    timeout=options.timeout,
+                ),
+                progress,
+            )
+            failures += result.failures
+            for compared in result.compared:
+                for subject, name in _checks(family, experts, compared.row).items():
+                    checks = proofs[subject].checks
+                    checks[name] = checks.get(name, 0) + compared.report.tokens
+    for subject, proof in proofs.items():
+        proof.failures, proof.seconds = failures, time.monotonic() - started
+        versions, root, version = found[subject]
+        if versions.state(root, version) != VALIDATED:
+            proof.write()
+    return list(proofs.values())
+
+
+def describe(proof: Proof) -> str:
+    """Return a proof's result as text."""
+    if proof.failures:
+        return "\n".join([f"{proof.subject}: NOT proved, no certificate", *(f"  {each}" for each in proof.failures)])
+    written = f"certificate {proof.certificate}" if proof.certificate else "validated, needs no certificate"
+    return f"{proof.subject}: {len(proof.checks)} checks passed in {proof.seconds:.0f} s; {written}"
+
+
+def pairs(tp: int, gpu: bool, experts: bool) -> list[tuple[str, str]]:
+    """Return the pairs of rollout and training of one family."""
+    found = [(rollout, "tp1-padded") for rollout in rollouts(tp, gpu, experts)]
+    found += [("v1", "tp1-padded")] if gpu else []
+    found += [("batch", name) for name in (*trainings(tp, experts), "tp1-packed") if name != "tp1-padded"]
+    if installed("transformer_engine"):
+        found.append(("batch", "tp1-te-padded"))
+    return found
+
+
+def _checks(family: str, experts: bool, row: Row) -> dict[str, str]:
+    """Return the name of the check that a row is, by engine."""
+    sizes = {"tp": row.training_tp, "ep": row.training_ep, "pp": row.training_pp, "cp": row.training_cp}
+    return {
+        "vllm": rollout_check(family, tp=row.rollout_tp, dp=row.rollout_dp, ep=row.rollout_ep),
+        "megatron-core": training_check(experts, sp=row.sequence_parallel, **sizes),
+    }
+
+
+@contextlib.contextmanager
+def unproved_engines(folder: Path) -> Iterator[None]:
+    """Let the processes started within the block run engines that are not proved yet."""
+    file, name = (folder / "running").resolve(), Config.proof.name
+    file.write_text(PROOF_RUNNING)
+    before = os.environ.get(name)
+    os.environ[name] = str(file)
+    try:
+        yield
+    finally:
+        file.unlink()
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
