@@ -113,7 +113,6 @@ def test_the_digest_of_files_depends_on_names_and_contents(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
 
     def digest(*names):
-        certificates.files_digest.cache_clear()
         return certificates.files_digest(tmp_path, names)
 
     first = digest("a.py", "b.py")

@@ -11,7 +11,6 @@ docs/proof.md states the fields of the file. Another key format only requires an
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -166,7 +165,6 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-@functools.lru_cache(64)
 def files_digest(root: Path, files: tuple[str, ...]) -> str:
     """Return the hash of these files below `root`: their paths and contents; a missing file counts as absent."""
     total = hashlib.sha256()

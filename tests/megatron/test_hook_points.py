@@ -1,4 +1,4 @@
-"""Every hook point that alignkit/megatron declares exists in the sources of every supported Megatron-core version.
+"""Every hook point of alignkit/megatron/hook_points.py exists in the sources of every supported Megatron-core version.
 
 The sources come from ALIGNKIT_WHEELS (`make test` sets it); nothing is imported. A missing name means that the patch
 would not apply to that version.
@@ -8,14 +8,17 @@ import ast
 import hashlib
 import os
 import pathlib
+import shutil
 import zipfile
 
 import pytest
 
-from alignkit.engines import hook_points
-from alignkit.engines.hook_points import unresolved
+from alignkit.engines import closed_world, hook_points
+from alignkit.engines.versions import digest, training_check
 from alignkit.errors import UnsupportedError
-from alignkit.megatron.versions import VERSIONS
+from alignkit.megatron.hook_points import USERS
+from alignkit.megatron.versions import VALIDATED, VERSIONS
+from alignkit.runtime.certificates import Certificate
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +42,13 @@ def core(tmp_path_factory):
     return find
 
 
-@pytest.mark.parametrize("version", VERSIONS.rows)
-def test_version_has_every_hook_point(version, core):
-    assert VERSIONS.unresolved(core(version), version) == []
-
-
-@pytest.mark.parametrize("version", [v for v, row in VERSIONS.rows.items() if row.runs and not row.runs.hook])
-def test_version_listed_without_output_processor_lacks_it(version, core):
-    declared = VERSIONS.declared["output_processor"]
-    assert len(unresolved(core(version), declared)) == len(declared) > 0
+@pytest.mark.parametrize("version", VALIDATED)
+def test_a_validated_version_has_its_names_and_files(version, core):
+    """A new hook point changes the hashes: enter those that this test prints."""
+    names, facts = VERSIONS.names(core(version))
+    assert names.missing == [] and digest(names) == VALIDATED[version]
+    assert facts.hook == (version >= "0.18")
+    assert any(point.file == "models/hybrid/hybrid_model.py" for point in names.hook_points) == (version >= "0.18")
 
 
 ATTENTION = {
@@ -59,7 +60,7 @@ ATTENTION = {
 """Version -> digest of the two functions that `modules.SelfAttention` reimplements, read when it was written."""
 
 
-@pytest.mark.parametrize("version", VERSIONS.rows)
+@pytest.mark.parametrize("version", VALIDATED)
 def test_the_reimplemented_attention_is_unchanged_in_megatron(version, core):
     tree, sources = ast.parse((core(version) / "transformer" / "attention.py").read_text()), []
     for cls, name in (("Attention", "forward"), ("SelfAttention", "get_query_key_value_tensors")):
@@ -73,25 +74,47 @@ def test_missing_hook_points_are_named(tmp_path):
     path = tmp_path / "transformer" / "mlp.py"
     path.parent.mkdir()
     path.write_text("class MLP:\n    def forward(self, hidden_states):\n        pass\n")
-    missing = VERSIONS.unresolved(tmp_path, "0.19.2")
-    assert "transformer/mlp: MLP.forward: does not take per_token_scale" in missing
-    assert "tensor_parallel/layers: VocabParallelEmbedding: no such file" in missing
+    missing = VERSIONS.names(tmp_path)[0].missing
+    assert "transformer/mlp.py: MLP.forward: does not take per_token_scale" in missing
+    assert "tensor_parallel/layers.py: VocabParallelEmbedding: no such file" in missing
+    with pytest.raises(UnsupportedError, match="Megatron-core 0.15.0: these names are missing or changed: .*0.19.2"):
+        VERSIONS.require(tmp_path, "0.15.0")
 
 
-def test_unknown_version_is_rejected():
-    with pytest.raises(UnsupportedError, match="0.15.0"):
-        VERSIONS.require("0.15.0")
-
-
-def test_installed_version_has_every_hook_point():
+def test_the_installed_version_is_validated():
     core = pytest.importorskip("megatron.core")
-    assert VERSIONS.unresolved(pathlib.Path(core.__file__).parent, core.__version__) == []
+    root = pathlib.Path(core.__file__).parent
+    assert VERSIONS.state(root, core.__version__) == "validated"
+    assert VERSIONS.require(root, core.__version__).hook == (core.__version__ >= "0.18")
 
 
-def test_local_version_label_is_ignored():
-    assert VERSIONS.known("0.19.2+9d061af") == "0.19.2"
-    with pytest.raises(UnsupportedError, match="0.20.0"):
-        VERSIONS.require("0.20.0+9d061af")
+def test_a_changed_file_is_rejected_until_it_is_proved(core, tmp_path, monkeypatch):
+    """One byte in a file with hook points; another file does not matter. The local part of a version is left out."""
+    monkeypatch.setenv("ALIGNKIT_CERTIFICATES", str(tmp_path / "certificates"))
+    root = tmp_path / "core"
+    shutil.copytree(core("0.18.2"), root)
+    (root / "package_info.py").write_text("")
+    assert VERSIONS.state(root, "0.18.2") == "validated"
+    with (root / "transformer/mlp.py").open("a") as file:
+        file.write("# changed\n")
+    VERSIONS._inspected.clear()
+    check = training_check(False, tp=2, sp=True)
+    assert check == "training dense tp2-sp ep1 pp1 cp1" and VERSIONS.state(root, "0.18.2") == "not proved"
+    message = "Megatron-core 0.18.2: is neither validated nor proved on this machine .*Run `alignkit prove`"
+    with pytest.raises(UnsupportedError, match=message):
+        VERSIONS.require(root, "0.18.2+9d061af")
+
+    key = VERSIONS.key(root, "0.18.2+9d061af")
+    assert key["megatron-core"] == "0.18.2"
+    Certificate("megatron-core", key, {check: 100}).write()
+    assert VERSIONS.require(root, "0.18.2", [check]).hook and VERSIONS.state(root, "0.18.2", [check]) == "proved"
+    with pytest.raises(UnsupportedError, match="lacks the check 'training moe tp2-sp ep1 pp1 cp1'"):
+        VERSIONS.require(root, "0.18.2", [training_check(True, tp=2, sp=True)])
+    with (root / "transformer/mlp.py").open("a") as file:
+        file.write("# changed again\n")
+    VERSIONS._inspected.clear()
+    with pytest.raises(UnsupportedError, match="files of megatron-core must be"):
+        VERSIONS.require(root, "0.18.2", [check])
 
 
 def test_forward_without_an_expected_call_is_named(tmp_path):
@@ -99,4 +122,16 @@ def test_forward_without_an_expected_call_is_named(tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text("class GPTModel:\n    def forward(self):\n        return self._postprocess()\n")
     problem = "models/gpt/gpt_model.py: GPTModel.forward: its source does not contain _preprocess"
-    assert problem in VERSIONS.unresolved(tmp_path, "0.16.1")
+    assert problem in VERSIONS.names(tmp_path)[0].missing
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_another_user_of_a_replaced_function_is_named(name, core, tmp_path):
+    """A new import of the function would bypass the replacement; a comment does not count."""
+    shutil.copytree(core("0.18.2"), tmp_path, dirs_exist_ok=True)
+    new = tmp_path / "models/gpt/another.py"
+    new.write_text(f"# {name}\n")
+    assert VERSIONS.names(tmp_path)[0].missing == []
+    new.write_text(f"from megatron.core.somewhere import {name}\n")
+    closed_world.users.cache_clear()
+    assert VERSIONS.names(tmp_path)[0].missing == [f"{name}: is also used in models/gpt/another.py"]
