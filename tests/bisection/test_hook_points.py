@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from alignkit.vllm.versions import VERSIONS
+from alignkit.vllm.versions import VALIDATED
 from tests.vllm.test_hook_points import installed, wheel_root
 
 RUNNER = (
@@ -52,7 +52,7 @@ FILES = {
 }
 
 
-SUPPORTED_VERSIONS = [f"{key}." for key, row in VERSIONS.rows.items() if row.runs is not None]
+SUPPORTED_VERSIONS = [version.partition(" ")[0] for version in VALIDATED]
 
 
 @pytest.mark.parametrize("version", ["installed", *SUPPORTED_VERSIONS])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from alignkit.engines.hook_points import HookPoint, declared, unresolved
-from alignkit.engines.versions import Row, Versions
+from alignkit.engines.versions import Names, Versions
 
 ADAPTER = """
 from engine import fast as quick
@@ -114,7 +114,37 @@ def test_missing_names_are_reported(change, problem, tmp_path):
     assert any(line.startswith(problem) for line in unresolved(root, PLAIN))
 
 
-def test_an_unknown_feature_is_an_error(adapter):
-    assert Versions("engine", "engine", adapter, {"1": Row("new")}).hook_points("1")
-    with pytest.raises(ValueError, match="when: must be a feature of a version in the table, got new"):
-        _ = Versions("engine", "engine", adapter, {"1": Row("old")}).declared
+def versions(adapter, derive):
+    return Versions("Engine", "engine", "engine", adapter, derive, {}, {})
+
+
+def test_an_unknown_feature_is_an_error(adapter, tmp_path):
+    """`derive` must handle every feature that a declaration names."""
+    names, _ = versions(adapter, lambda names: names.require("", "new")).names(engine(tmp_path))
+    assert set(names.hook_points) == {*EVERY, *NEW} and names.missing == ["layers: Linear.forward: no class Linear"], (
+        "the class of a star import has no methods to resolve"
+    )
+    with pytest.raises(ValueError, match="when: must be a feature that `derive` handles, got new"):
+        versions(adapter, lambda names: names.require("")).names(engine(tmp_path))
+
+
+def test_features_are_required_optional_or_alternatives(tmp_path):
+    """A feature counts as present by its first name; a part of a present one is missing."""
+    root = engine(tmp_path)
+    points = {
+        "one": [HookPoint("files.py", "read"), HookPoint("files.py", "write")],
+        "two": [HookPoint("fast.py", "kernel")],
+        "three": [HookPoint("slow.py", "kernel"), HookPoint("files.py", "read")],
+    }
+
+    def found(ask):
+        names = Names(root, points)
+        return ask(names), [point.file for point in names.hook_points], names.missing
+
+    lost = "files.py: write: not found"
+    assert found(lambda names: names.has("one")) == (True, ["files.py", "files.py"], [lost])
+    assert found(lambda names: names.has("three")) == (False, [], [])
+    assert found(lambda names: names.optional("one", "three")) == (None, ["files.py", "files.py"], [])
+    assert found(lambda names: names.either("three", "two")) == ("two", ["fast.py"], [])
+    assert found(lambda names: names.either("one", "three")) == ("one", ["files.py", "files.py"], [lost])
+    assert found(lambda names: names.leave_out("one")) == (None, [], [])

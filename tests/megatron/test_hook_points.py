@@ -14,9 +14,8 @@ import zipfile
 import pytest
 
 from alignkit.engines import closed_world, hook_points
-from alignkit.engines.versions import digest, training_check
+from alignkit.engines.versions import PROVED, UNPROVED, digest, training_check
 from alignkit.errors import UnsupportedError
-from alignkit.megatron.hook_points import USERS
 from alignkit.megatron.versions import VALIDATED, VERSIONS
 from alignkit.runtime.certificates import Certificate
 
@@ -75,8 +74,8 @@ def test_missing_hook_points_are_named(tmp_path):
     path.parent.mkdir()
     path.write_text("class MLP:\n    def forward(self, hidden_states):\n        pass\n")
     missing = VERSIONS.names(tmp_path)[0].missing
-    assert "transformer/mlp.py: MLP.forward: does not take per_token_scale" in missing
-    assert "tensor_parallel/layers.py: VocabParallelEmbedding: no such file" in missing
+    assert "transformer/mlp: MLP.forward: does not take per_token_scale" in missing
+    assert "tensor_parallel/layers: VocabParallelEmbedding: no such file" in missing
     with pytest.raises(UnsupportedError, match="Megatron-core 0.15.0: these names are missing or changed: .*0.19.2"):
         VERSIONS.require(tmp_path, "0.15.0")
 
@@ -99,7 +98,7 @@ def test_a_changed_file_is_rejected_until_it_is_proved(core, tmp_path, monkeypat
         file.write("# changed\n")
     VERSIONS._inspected.clear()
     check = training_check(False, tp=2, sp=True)
-    assert check == "training dense tp2-sp ep1 pp1 cp1" and VERSIONS.state(root, "0.18.2") == "not proved"
+    assert check == "training dense tp2-sp ep1 pp1 cp1" and VERSIONS.state(root, "0.18.2") == UNPROVED
     message = "Megatron-core 0.18.2: is neither validated nor proved on this machine .*Run `alignkit prove`"
     with pytest.raises(UnsupportedError, match=message):
         VERSIONS.require(root, "0.18.2+9d061af")
@@ -107,7 +106,7 @@ def test_a_changed_file_is_rejected_until_it_is_proved(core, tmp_path, monkeypat
     key = VERSIONS.key(root, "0.18.2+9d061af")
     assert key["megatron-core"] == "0.18.2"
     Certificate("megatron-core", key, {check: 100}).write()
-    assert VERSIONS.require(root, "0.18.2", [check]).hook and VERSIONS.state(root, "0.18.2", [check]) == "proved"
+    assert VERSIONS.require(root, "0.18.2", [check]).hook and VERSIONS.state(root, "0.18.2", [check]) == PROVED
     with pytest.raises(UnsupportedError, match="lacks the check 'training moe tp2-sp ep1 pp1 cp1'"):
         VERSIONS.require(root, "0.18.2", [training_check(True, tp=2, sp=True)])
     with (root / "transformer/mlp.py").open("a") as file:
@@ -125,7 +124,7 @@ def test_forward_without_an_expected_call_is_named(tmp_path):
     assert problem in VERSIONS.names(tmp_path)[0].missing
 
 
-@pytest.mark.parametrize("name", USERS)
+@pytest.mark.parametrize("name", VERSIONS.users)
 def test_another_user_of_a_replaced_function_is_named(name, core, tmp_path):
     """A new import of the function would bypass the replacement; a comment does not count."""
     shutil.copytree(core("0.18.2"), tmp_path, dirs_exist_ok=True)

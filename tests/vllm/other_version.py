@@ -1,17 +1,10 @@
-"""An engine of another vLLM version on this CPU; `test_versions.py` runs it.
+"""An engine of the vLLM that Python imports; `test_versions.py` runs it, with overlays of other versions too.
 
-The Python code comes from an unpacked wheel, the CPU kernels from the installed vLLM. Only vLLM's worker calls these
-kernels, when it starts; alignkit does not.
-
-``python -m tests.vllm.other_version MODEL OUT [PACKAGE VERSION FOLDER]`` writes the result of `collect_answers` to OUT.
-PACKAGE is the vllm package of the other version, FOLDER an empty folder. If ``VLLM_DP_SIZE`` and ``VLLM_DP_RANK`` are
-set, the engine is one of two replicas that share experts, with chunked prefill. The second replica reverses the
-prompts, so that one replica waits for the other.
+``python -m tests.vllm.other_version MODEL OUT`` writes the result of `collect_answers` to OUT. If ``VLLM_DP_SIZE`` and
+``VLLM_DP_RANK`` are set, the engine is one of two replicas that share experts, with chunked prefill. The second replica
+reverses the prompts, so that one replica waits for the other.
 """
 
-import dataclasses
-import glob
-import importlib.util
 import json
 import os
 import sys
@@ -21,30 +14,6 @@ from types import SimpleNamespace
 import torch
 
 LENGTHS = (3, 40, 64, 65, 130)
-SCORES = {"0.24": "compute_topk_logprobs", "0.25": "compute_topk_logprobs"}
-
-
-def use_version(package: str, version: str, folder: str) -> None:
-    """Make later imports of vLLM find `version` as a CPU build that alignkit accepts."""
-    (installed,) = importlib.util.find_spec("vllm").submodule_search_locations
-    overlay = Path(folder)
-    (overlay / "vllm").symlink_to(package)
-    metadata = overlay / f"vllm-{version}+cpu.dist-info/METADATA"  # vLLM reads its build target there
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-    sys.path.insert(0, folder)
-    # The same choice of kernels as in vLLM.
-    suffix = "" if torch.cpu._is_avx512_bf16_supported() else "_AVX512" if torch.cpu._is_avx512_supported() else "_AVX2"
-    for library in glob.glob(f"{installed}/_C{suffix}.*so"):
-        torch.ops.load_library(library)
-
-    from alignkit.vllm.versions import VERSIONS
-
-    minor, on_cpu = VERSIONS.known(version), VERSIONS.rows["0.32"].runs
-    facts = {"client_error": "builtins:ValueError"}
-    if minor in SCORES:
-        facts["scores"] = SCORES[minor]
-    VERSIONS.rows[minor] = dataclasses.replace(VERSIONS.rows[minor], runs=dataclasses.replace(on_cpu, **facts))
 
 
 def collect_answers(model: str) -> dict:
@@ -100,11 +69,5 @@ def v2_logprobs_match() -> list:
     return [torch.equal(found.logprobs, ops.log_softmax(logits).gather(1, found.logprob_token_ids))]
 
 
-def main(model: str, out: str, *other: str) -> None:
-    if other:
-        use_version(*other)
-    Path(out).write_text(json.dumps(collect_answers(model)))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    Path(sys.argv[2]).write_text(json.dumps(collect_answers(sys.argv[1])))

@@ -14,8 +14,12 @@ from pathlib import Path
 import pytest
 
 from alignkit.engines import hook_points
+from alignkit.engines.closed_world import unknown_users
+from alignkit.engines.versions import PROOF_RUNNING, Names, digest, rollout_check
 from alignkit.errors import UnsupportedError
-from alignkit.vllm.versions import VERSIONS, resolve
+from alignkit.runtime.certificates import Certificate
+from alignkit.runtime.families import CPU, SM90
+from alignkit.vllm.versions import VALIDATED, VERSIONS, derive, resolve
 
 
 def installed():
@@ -37,29 +41,48 @@ def wheel_root(version, unpack_into):
     pytest.fail(f"no vLLM {version} in ALIGNKIT_WHEELS={folder}")
 
 
-def test_the_installed_version_has_every_hook_point():
-    assert VERSIONS.unresolved(installed(), "0.32.0") == []
+def names_of(root, family):
+    """Return the names that alignkit relies on in a vLLM package on devices of `family`, and the facts."""
+    names = Names(root, VERSIONS.declared)
+    facts = derive(names, family)
+    return names, facts
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "0.33.0"])
-def test_other_known_versions_have_every_hook_point(version, tmp_path):
-    root = wheel_root(version, tmp_path)
-    assert VERSIONS.unresolved(root, version) == []
+@pytest.mark.parametrize("version", VALIDATED)
+def test_a_validated_version_has_its_names_and_files(version, tmp_path):
+    """A new hook point changes the hashes: enter those that this test prints."""
+    number, _, device = version.partition(" on ")
+    names, facts = names_of(wheel_root(number, tmp_path), SM90 if device == "cuda" else CPU)
+    assert names.missing == [] and unknown_users(names.root, VERSIONS.users) == []
+    assert digest(names) == VALIDATED[version] and facts.family.device_type == device
+    assert facts.replicas == (number >= "0.26") and facts.scores == f"compute_topk_{_function(number)}"
 
 
-def test_imports_are_hook_points():
-    found = VERSIONS.hook_points("0.32.0")
+def _function(version):
+    return "scores" if version >= "0.26" else "logprobs"
+
+
+@pytest.mark.parametrize("family", [CPU, SM90], ids=lambda f: f.name)
+def test_a_version_that_is_not_validated_has_every_hook_point(family, tmp_path):
+    names, facts = names_of(wheel_root("0.33.0", tmp_path), family)
+    assert names.missing == [] and unknown_users(names.root, VERSIONS.users) == []
+    assert facts.client_error == "vllm.exceptions:VLLMClientError" and digest(names) not in VALIDATED.values()
+
+
+def test_imports_are_hook_points(tmp_path):
+    found = names_of(installed(), CPU)[0].hook_points
     assert hook_points.HookPoint("v1/attention/backends/registry", "register_backend") in found
     assert hook_points.HookPoint("model_executor/custom_op", "op_registry_oot") in found, "attribute of a module"
-    assert hook_points.HookPoint("v1/kv_cache_layout", "KVCacheLayout") in found, "in a function of 0.32"
-    assert hook_points.HookPoint("v1/kv_cache_layout", "KVCacheLayout") not in VERSIONS.hook_points("0.26.0")
+    layout = hook_points.HookPoint("v1/kv_cache_layout", "KVCacheLayout")
+    assert layout in found, "in a function of 0.32"
+    assert layout not in names_of(wheel_root("0.26.0", tmp_path), SM90)[0].hook_points
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "installed"])
 def test_supported_versions_have_their_classes(version, tmp_path):
-    root = installed() if version == "installed" else wheel_root(version, tmp_path)
-    runs = VERSIONS.require("0.32.0" if version == "installed" else version)
-    for path in (runs.worker, runs.client_error):
+    root, family = (installed(), CPU) if version == "installed" else (wheel_root(version, tmp_path), SM90)
+    facts = names_of(root, family)[1]
+    for path in (facts.worker, facts.client_error):
         module, _, name = path.partition(":")
         if module == "builtins":
             assert issubclass(resolve(path), Exception)
@@ -94,37 +117,70 @@ def test_the_reimplemented_attention_is_unchanged_in_vllm(file, name, version, t
     assert ast.unparse(hook_points.find(found, "forward")) == ATTENTION.strip()
 
 
-def test_a_missing_hook_point_is_named(tmp_path):
-    tmp_path /= "vllm"
-    shutil.copytree(installed(), tmp_path, copy_function=os.symlink)
-    assert VERSIONS.unresolved(tmp_path, "0.32.0") == []
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """Return a copy of the installed package whose files may be replaced; no proof of it exists."""
+    monkeypatch.setenv("ALIGNKIT_CERTIFICATES", str(tmp_path / "certificates"))
+    shutil.copytree(installed(), tmp_path / "vllm", copy_function=os.symlink)
+    return tmp_path / "vllm"
 
-    sampler = tmp_path / "v1/sample/sampler.py"
-    text = sampler.read_text()
-    sampler.unlink()
-    sampler.write_text(text.replace("def compute_logprobs(logits", "def compute_logprobs(scores"))
-    (tmp_path / "v1/kv_cache_layout.py").unlink()
-    lost = VERSIONS.unresolved(tmp_path, "0.32.0")
+
+def change(file, before, after):
+    text = file.read_text()
+    assert before in text
+    file.unlink()
+    file.write_text(text.replace(before, after))
+
+
+def test_a_missing_hook_point_is_named(copy):
+    assert VERSIONS.names(copy)[0].missing == []
+    change(copy / "v1/sample/sampler.py", "def compute_logprobs(logits", "def compute_logprobs(scores")
+    (copy / "v1/kv_cache_layout.py").unlink()
+    lost = VERSIONS.names(copy)[0].missing
     assert len(lost) == 3, lost
     assert any("Sampler.compute_logprobs: does not take logits" in line for line in lost)
     assert any("kv_cache_layout.py: KVCacheLayout.LBNHC: no such file" in line for line in lost)
-    with pytest.raises(UnsupportedError, match="vLLM 0.32.0: .*does not take logits"):
-        VERSIONS.require_hook_points(tmp_path, "0.32.0")
+    with pytest.raises(UnsupportedError, match="vLLM 0.32.0: .*does not take logits.*Validated: 0.24.0 on cuda"):
+        VERSIONS.require(copy, "0.32.0+cpu")
 
 
-@pytest.mark.parametrize(
-    "version",
-    ["0.33.0", "0.23.0", "0.31.1", "1.0.0rc1"],  # 0.33.0 has hook points, but has not been validated
-)
-def test_unsupported_versions_are_rejected(version):
-    supported = "0.24.x on cuda, 0.25.x on cuda, 0.26.x on cuda, 0.32.x on cpu"
-    with pytest.raises(UnsupportedError, match=f"vLLM {version}: not supported. Install one of: {supported}"):
-        VERSIONS.require(version)
+def test_a_new_user_of_a_replaced_function_is_rejected(copy):
+    """All hook points resolve, but the new caller would bypass the replacement."""
+    change(copy / "v1/worker/gpu/warmup.py", "import torch", "import torch\nfrom .logprob import compute_topk_scores")
+    assert VERSIONS.names(copy)[0].missing == ["compute_topk_scores: is also used in v1/worker/gpu/warmup.py"]
 
 
-@pytest.mark.parametrize(
-    "version, device",
-    [("0.32.0", "cpu"), ("0.32.1+cpu", "cpu"), ("0.24.0", "cuda"), ("0.25.1", "cuda"), ("0.26.1+cu129", "cuda")],
-)
-def test_patch_releases_of_a_version_are_supported(version, device):
-    assert VERSIONS.require(version).family.device_type == device
+def test_a_changed_file_is_rejected_until_it_is_proved(copy):
+    """A certificate counts for the families and sizes that were run; the rejection names the command."""
+    assert VERSIONS.state(copy, "0.32.0") == "validated"
+    VERSIONS._inspected.clear()
+    change(copy / "v1/sample/sampler.py", "import torch", "import torch  # changed")
+    with pytest.raises(UnsupportedError, match="vLLM 0.32.0: is neither validated nor .*Run `alignkit prove`"):
+        VERSIONS.require(copy, "0.32.0+cpu")
+    check = rollout_check("qwen3", tp=2)
+    Certificate("vllm", VERSIONS.key(copy, "0.32.0"), {check: 64}).write()
+    assert VERSIONS.require(copy, "0.32.0+cpu", [check]).family is CPU
+    for other in (rollout_check("llama", tp=2), rollout_check("qwen3", tp=1), rollout_check("qwen3", tp=2, ep=True)):
+        with pytest.raises(UnsupportedError, match=f"lacks the check '{other}'"):
+            VERSIONS.require(copy, "0.32.0+cpu", [other])
+
+
+def test_a_proof_that_has_ended_admits_nothing(copy, tmp_path, monkeypatch):
+    """ALIGNKIT_PROOF admits an engine while its file says that the proof runs, and no longer."""
+    change(copy / "v1/sample/sampler.py", "import torch", "import torch  # changed")
+    running = tmp_path / "running"
+    monkeypatch.setenv("ALIGNKIT_PROOF", str(running))
+    for content in (None, "", "done"):
+        running.unlink(missing_ok=True)
+        if content is not None:
+            running.write_text(content)
+        with pytest.raises(UnsupportedError, match="is neither validated nor proved"):
+            VERSIONS.require(copy, "0.32.0")
+    running.write_text(PROOF_RUNNING)
+    assert VERSIONS.require(copy, "0.32.0").family is CPU
+
+
+@pytest.mark.parametrize("version", ["0.23.0", "1.0.0rc1"])
+def test_a_package_without_the_names_is_rejected(version, tmp_path):
+    with pytest.raises(UnsupportedError, match=f"vLLM {version}: these names are missing or changed: .*0.32.0 on cpu"):
+        VERSIONS.require(tmp_path, version)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from alignkit.errors import UnsupportedError
+from alignkit.runtime.families import BY_NAME, SM90
 from alignkit.vllm.refuse import refuse_model
 from tests.ropes import ROPES
 from tests.vllm.conftest import ENGINE
@@ -143,7 +144,6 @@ def compilation_reasons(state, chosen):
 
     from alignkit.vllm.policy import COMPILATION, Asked
     from alignkit.vllm.refuse import part_reasons
-    from alignkit.vllm.versions import VERSIONS
 
     config = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE, backend="inductor", cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
@@ -153,29 +153,37 @@ def compilation_reasons(state, chosen):
         setattr(
             getattr(config, owner) if owner else config, field, CompilationMode(value) if field == "mode" else value
         )
-    asked = Asked(VERSIONS.rows["0.26"].runs, types.SimpleNamespace(compilation_config=config))
+    asked = Asked(facts_on(SM90), types.SimpleNamespace(compilation_config=config))
     return part_reasons(asked, "compilation_config", COMPILATION)
 
 
-def model_reasons(state, version, architecture):
-    """Return the reasons against a model architecture under a vLLM version."""
+def facts_on(family):
+    """Return the facts of the installed vLLM on devices of `family`."""
+    from alignkit.engines.versions import Names
+    from alignkit.vllm.versions import VERSIONS, derive
+    from tests.vllm.test_hook_points import installed
+
+    return derive(Names(installed(), VERSIONS.declared), family)
+
+
+def model_reasons(state, family, architecture):
+    """Return the reasons against a model architecture on devices of a family."""
     import types
 
     from alignkit.vllm.refuse import _model_reasons
-    from alignkit.vllm.versions import VERSIONS
 
     hf = types.SimpleNamespace(architectures=[architecture], rope_parameters={"partial_rotary_factor": 0.5})
-    return _model_reasons(hf, None, VERSIONS.rows[version].runs)
+    return _model_reasons(hf, None, facts_on(BY_NAME[family]))
 
 
 def test_models_unsupported_by_a_version_are_named(process):
-    assert process(model_reasons, "0.32", "Glm4MoeForCausalLM") == []
+    assert process(model_reasons, "cpu", "Glm4MoeForCausalLM") == []
     reasons = [
         "architectures: Glm4MoeForCausalLM is supported only with vLLM 0.32 on a CPU; in this version, the routers are "
         "plain torch.nn.Linear modules"
     ]
-    assert process(model_reasons, "0.26", "Glm4MoeForCausalLM") == reasons
-    assert process(model_reasons, "0.26", "Qwen3MoeForCausalLM") == [
+    assert process(model_reasons, "sm90", "Glm4MoeForCausalLM") == reasons
+    assert process(model_reasons, "sm90", "Qwen3MoeForCausalLM") == [
         "partial_rotary_factor: must be 1 for Qwen3MoeForCausalLM, got 0.5"
     ]
 

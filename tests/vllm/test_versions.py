@@ -1,4 +1,4 @@
-"""GPU versions of vLLM, aligned on this CPU: their Python code gives the bits of the installed version.
+"""Other versions of vLLM, aligned on this CPU: their Python code gives the bits of the installed version.
 
 All tests are slow (`make test-slow`), and read ALIGNKIT_WHEELS; other_version.py runs the engines. Features that need a
 GPU are not tested here: compiled models, CUDA graphs, and the V2 runner beyond its logprobs.
@@ -9,21 +9,28 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from alignkit.engines.versions import PROOF_RUNNING
 from alignkit.testing import free_port
+from tests.vllm.overlay import make_overlay
 from tests.vllm.settings import ENV
 from tests.vllm.test_hook_points import wheel_root
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 
 
-def run(model, out, *other, **variables):
+def run(model, out, overlay="", **variables):
     """Run `other_version` and return its output. JSON represents float32 values exactly."""
-    command = [sys.executable, "-m", "tests.vllm.other_version", model, str(out), *map(str, other)]
-    environment = os.environ | ENV | {"VLLM_PLUGINS": ""} | variables
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    command = [sys.executable, "-m", "tests.vllm.other_version", model, str(out)]
+    running = out.with_name("running")
+    running.write_text(PROOF_RUNNING)  # not all versions are validated on a CPU
+    path = os.pathsep.join(filter(None, [str(overlay), str(ROOT)]))
+    environment = os.environ | ENV | {"VLLM_PLUGINS": "", "PYTHONPATH": path, "ALIGNKIT_PROOF": str(running)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | variables, timeout=400)
     assert done.returncode == 0, done.stderr.partition("nanobind")[0][-4000:]
     return json.loads(out.read_text())
 
@@ -42,11 +49,10 @@ def expected(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen2_moe"])
-@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0"])
+@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "0.33.0"])
 def test_other_versions_give_the_bits_of_the_installed_version(version, arch, expected, checkpoint, tmp_path):
-    root = wheel_root(version, tmp_path)
-    (tmp_path / "overlay").mkdir()
-    answers = run(checkpoint(arch=arch), tmp_path / "answers.json", root, version, tmp_path / "overlay")
+    overlay = make_overlay(wheel_root(version, tmp_path), version, tmp_path / "overlay")
+    answers = run(checkpoint(arch=arch), tmp_path / "answers.json", overlay)
     assert answers["one at a time"] == answers["batch"] == answers["again"]
     of_prompt, of_batch = (
         [[step["sampled"] for step in steps] for _, steps in answers[k]] for k in ("prompt", "batch")
@@ -58,13 +64,15 @@ def test_other_versions_give_the_bits_of_the_installed_version(version, arch, ex
 
 def test_replicas_of_another_version_give_the_same_bits(expected, checkpoint, tmp_path):
     """The replicas share experts and have batches of different lengths, or none."""
-    root, model = wheel_root("0.26.0", tmp_path), checkpoint(arch="qwen2_moe")
+    overlay, model = (
+        make_overlay(wheel_root("0.26.0", tmp_path), "0.26.0", tmp_path / "overlay"),
+        checkpoint(arch="qwen2_moe"),
+    )
     ranks = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
 
     def replica(rank):
-        (overlay := tmp_path / f"overlay-{rank}").mkdir()
         mine = {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)}
-        return run(model, tmp_path / f"answers-{rank}.json", root, "0.26.0", overlay, **ranks, **mine)
+        return run(model, tmp_path / f"answers-{rank}.json", overlay, **ranks, **mine)
 
     with ThreadPoolExecutor(2) as pool:
         replicas = list(pool.map(replica, range(2)))
