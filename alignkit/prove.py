@@ -16,17 +16,15 @@ from pathlib import Path
 
 from .check import run as check
 from .check.plan import Row, rollouts, trainings
-from .config import Config
+from .config import Config, require_variables
 from .doctor import self_test
-from .engines.versions import PROOF_RUNNING, VALIDATED, Versions, rollout_check, training_check
+from .engines.versions import VALIDATED, Versions, rollout_check, training_check
 from .errors import UnsupportedError
 from .jobs.execute import INSTALL, Progress, prepare
 from .models import FAMILIES
-from .runtime.certificates import Certificate
+from .runtime.certificates import OPS, RUNNING, SELF_TEST, Certificate
 from .runtime.machine import gpus, installed, most_ranks, proof_key, require_environment
 
-OPS = "ops"
-"""Subject of the certificate of the ops."""
 COMMAND = "prove"
 
 
@@ -79,10 +77,13 @@ def run(options: Options, progress: Progress, report: Report) -> list[Proof]:
         InputError: an option or environment variable is invalid.
         WorkerError: an engine process failed.
     """
-    require_environment()
-    proofs = [prove_ops(report)]
-    if not options.ops and not proofs[0].failures:
-        proofs += prove_engines(options, progress)
+    require_variables()
+    prepare(options.out, files=(), folders=(), command=COMMAND)
+    with unproved_allowed(options.out):
+        require_environment()
+        proofs = [prove_ops(report)]
+        if not options.ops and not proofs[0].failures:
+            proofs += prove_engines(options, progress)
     return proofs
 
 
@@ -95,6 +96,7 @@ def prove_ops(report: Report) -> Proof:
             proof.checks[name] = 1
         else:
             proof.failures.append(f"{name}: {failure}")
+    proof.checks[SELF_TEST] = len(proof.checks)
     proof.seconds = time.monotonic() - started
     proof.write()
     return proof
@@ -128,26 +130,24 @@ def prove_engines(options: Options, progress: Progress) -> list[Proof]:
     }
     tp = options.tp or min(2, most_ranks() or 2)
     failures: list[str] = []
-    prepare(options.out, files=(), folders=(), command=COMMAND)
-    with unproved_engines(options.out):
-        for family in options.families:
-            experts = FAMILIES[family].experts is not None
-            result = check.run(
-                check.Options(
-                    out=options.out / family,
-                    family=family,
-                    dtypes=options.dtypes,
-                    tp=tp,
-                    pairs=pairs(tp, bool(gpus()), experts),
-                    timeout=options.timeout,
-                ),
-                progress,
-            )
-            failures += result.failures
-            for compared in result.compared:
-                for subject, name in _checks(family, experts, compared.row).items():
-                    checks = proofs[subject].checks
-                    checks[name] = checks.get(name, 0) + compared.report.tokens
+    for family in options.families:
+        experts = FAMILIES[family].experts is not None
+        result = check.run(
+            check.Options(
+                out=options.out / family,
+                family=family,
+                dtypes=options.dtypes,
+                tp=tp,
+                pairs=pairs(tp, bool(gpus()), experts),
+                timeout=options.timeout,
+            ),
+            progress,
+        )
+        failures += result.failures
+        for compared in result.compared:
+            for subject, name in _checks(family, experts, compared.row).items():
+                checks = proofs[subject].checks
+                checks[name] = checks.get(name, 0) + compared.report.tokens
     for subject, proof in proofs.items():
         proof.failures, proof.seconds = failures, time.monotonic() - started
         versions, root, version = found[subject]
@@ -184,10 +184,10 @@ def _checks(family: str, experts: bool, row: Row) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def unproved_engines(folder: Path) -> Iterator[None]:
-    """Let the processes started within the block run engines that are not proved yet."""
+def unproved_allowed(folder: Path) -> Iterator[None]:
+    """Let this process, and those started within the block, run what is not proved yet."""
     file, name = (folder / "running").resolve(), Config.proof.name
-    file.write_text(PROOF_RUNNING)
+    file.write_text(RUNNING)
     before = os.environ.get(name)
     os.environ[name] = str(file)
     try:

@@ -29,7 +29,7 @@ from alignkit.jobs.execute import execute, prepare
 from alignkit.jobs.job import draw_prompts
 from alignkit.jobs.model import make_checkpoint
 from alignkit.jobs.terminal import Terminal, console, interrupted_by_sigterm
-from alignkit.prove import engines, unproved_engines
+from alignkit.prove import engines, unproved_allowed
 from alignkit.runtime.machine import gpus
 
 DTYPE = "bfloat16"
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         jobs += plan.jobs(mine, out, {DTYPE: model}, prompts[arch], gpu=bool(gpus()), experts=experts, **sampling)
         rows += mine
     screen = console()
-    with interrupted_by_sigterm(), Terminal(screen) as progress, unproved_engines(out):
+    with interrupted_by_sigterm(), Terminal(screen) as progress, unproved_allowed(out):
         _, failures = execute(jobs, out, options.timeout, progress, keep_going=True, per_gpu=3)
     completed = [r for r in rows if plan.rollout_file(out, r).exists() and plan.training_file(out, r).exists()]
     # The last line of a failure is the exception's line in the engine's log.

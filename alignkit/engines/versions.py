@@ -9,13 +9,11 @@ this machine. Any other engine is rejected. The tables are in `alignkit.vllm.ver
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from alignkit.config import config
 from alignkit.engines.closed_world import unknown_users
 from alignkit.engines.hook_points import HookPoint, declared, unresolved
 from alignkit.errors import UnsupportedError
@@ -27,8 +25,6 @@ VALIDATED, PROVED, UNPROVED = "validated", "proved on this machine", "not proved
 """States of an engine whose hook points resolve."""
 DIGITS = 24
 """Hexadecimal digits of a hash of files."""
-PROOF_RUNNING = "running"
-"""Content of the file ALIGNKIT_PROOF while `alignkit prove` runs."""
 
 
 def rollout_check(family: str, *, tp: int, dp: int = 1, ep: bool = False) -> str:
@@ -155,7 +151,7 @@ class Versions(Generic[Facts]):
             UnsupportedError: a hook point is missing, or the engine is neither validated nor proved here.
         """
         facts, found = self.inspect(root, version)
-        if found in self.validated.values() or proving():
+        if found in self.validated.values() or certificates.proving():
             return facts
         if reason := certificates.rejection(self.subject, self.key(root, version), checks):
             raise UnsupportedError(
@@ -184,15 +180,6 @@ def _file(root: Path, name: str) -> str:
     if name.endswith(".py"):
         return name
     return f"{name}/__init__.py" if (root / name).is_dir() else f"{name}.py"
-
-
-def proving() -> bool:
-    """Return whether this process belongs to a run of `alignkit prove`, which starts engines that are not proved."""
-    file = config.proof
-    try:
-        return bool(file) and Path(file).read_text() == PROOF_RUNNING and os.access(file, os.R_OK)
-    except OSError:
-        return False
 
 
 def _release(version: str) -> str:

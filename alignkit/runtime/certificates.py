@@ -27,6 +27,10 @@ from ..errors import InputError, UnsupportedError
 FORMAT = 1
 """Version of the file format; a certificate of another format is rejected."""
 COMMAND = "alignkit prove"
+OPS, SELF_TEST = "ops", "self-test"
+"""Subject of the certificate of the ops, and the check that it must have."""
+RUNNING = "running"
+"""Content of the file ALIGNKIT_PROOF while `alignkit prove` runs."""
 _TEXT = {"indent": 1, "sort_keys": True, "ensure_ascii": False}
 
 
@@ -130,6 +134,14 @@ def require(subject: str, key: Mapping[str, str], required: Iterable[str], comma
     if (reason := rejection(subject, key, required)) is not None:
         raise UnsupportedError(f"{subject}: is not proved on this machine ({reason}). Run `{command}`")
     return read(_file(subject, key))
+
+
+def proving() -> bool:
+    """Return whether this process belongs to a run of `alignkit prove`, which runs what is not proved yet."""
+    try:
+        return bool(config.proof) and Path(config.proof).read_text() == RUNNING
+    except OSError:
+        return False
 
 
 def _other(subject: str, key: Mapping[str, str]) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from ..config import config, require_variables
 from ..errors import BackendError, UnsupportedError
-from . import dispatch, validated
+from . import dispatch, families, validated
 from .families import CPU, SM90, Family
 
 
@@ -30,12 +30,14 @@ def family() -> Family:
 
 def engine_device() -> torch.device:
     """Return the device on which engines run on this machine."""
-    return torch.device(engine_family().device_type)
+    return torch.device((SM90 if torch.cuda.is_available() else CPU).device_type)
 
 
 def engine_family() -> Family:
     """Return the device family on which engines run on this machine, without validating it."""
-    return SM90 if torch.cuda.is_available() else CPU
+    found = families.of_type(engine_device())
+    assert found is not None  # both types of devices have families
+    return found
 
 
 def proof_key() -> dict[str, str]:

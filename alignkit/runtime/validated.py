@@ -25,7 +25,7 @@ import torch
 from .. import _sources
 from ..config import config
 from ..errors import BackendError
-from . import cuda, families, native, prover
+from . import certificates, cuda, families, native, prover
 from .families import Family
 
 _lock = threading.Lock()
@@ -65,7 +65,7 @@ def require(device: torch.device, backend: str) -> str:
     validated = f"validated with {' or '.join(map(_text, family.validated))}"
     with _lock:
         key = _key(family, device, backend)
-        if key not in _verdicts and _is_cached(key):
+        if key not in _verdicts and family.stored and _is_cached(key):  # otherwise the test gives the contract id
             _verdicts[key] = None
         if key not in _verdicts:
             if family.on_gpu and torch.cuda.is_current_stream_capturing():
@@ -85,20 +85,24 @@ def require(device: torch.device, backend: str) -> str:
 
 
 def require_shown(device: torch.device) -> None:
-    """Require a GPU on which all tests passed. This function alone accepts and rejects kinds of GPUs.
+    """Require a GPU on which all tests passed, or a proof. This function alone accepts and rejects kinds of GPUs.
 
-    `unchecked` skips it: the prover and the tests compute on GPUs that are not shown.
+    `unchecked` and `alignkit prove` skip it.
 
     Raises:
-        BackendError: alignkit does not know the GPU's compute capability, or its bits were not shown there.
+        BackendError: alignkit does not know the GPU's compute capability, or its bits were not shown there and no
+            certificate proves them.
     """
     gpu = families.gpu(device)
-    if not gpu.shown and not getattr(_thread, "unchecked", False):
+    if gpu.shown or getattr(_thread, "unchecked", False) or certificates.proving():
+        return
+    key = facts(device, gpu.backends[0])
+    if (reason := certificates.rejection(certificates.OPS, key, [certificates.SELF_TEST])) is not None:
         shown = ", ".join(str(known) for known in families.GPUS if known.shown)
         raise BackendError(
             f"device: the contract's bits were shown on GPUs of compute capability {shown} alone, got "
-            f"{torch.cuda.get_device_name(device)} with {families.capability_text(gpu.capability)}. `alignkit prove` "
-            "can prove them on this GPU, which is rejected until then"
+            f"{torch.cuda.get_device_name(device)} with {families.capability_text(gpu.capability)}. "
+            f"`{certificates.COMMAND} --ops` can prove them on this GPU, which is rejected until then ({reason})"
         )
 
 
@@ -147,7 +151,8 @@ def facts(device: torch.device, backend: str) -> dict[str, str]:
     """Return everything that the bits on `device` may depend on, as text: hardware, versions, and alignkit's files."""
     family = families.of_type(device)
     assert family is not None  # a device with a backend has a family
-    found = {"contract": family.contract_id, "backend": backend, "python": platform.python_version_tuple()[1]}
+    contract = family.contract_id if family.stored else f"{family.name}, version {family.version}"
+    found = {"contract": contract, "backend": backend, "python": platform.python_version_tuple()[1]}
     if family.on_gpu:
         properties = torch.cuda.get_device_properties(device)
         found |= {

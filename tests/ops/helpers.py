@@ -7,12 +7,13 @@ this folder runs in `make test` (CPU) and in `make gpu-test` (GPU), unless its `
 import contextlib
 import functools
 import os
+import types
 from unittest import mock
 
 import hypothesis.strategies as st
 import torch
 
-from alignkit.runtime import dispatch, families
+from alignkit.runtime import dispatch, families, validated
 
 U32 = 2.0**-24
 """Unit roundoff of fp32."""
@@ -50,6 +51,10 @@ def pretend_gpu(monkeypatch, capability: tuple[int, int], name: str = "a GPU") -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = types.SimpleNamespace(name=name, multi_processor_count=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    monkeypatch.setattr(validated, "_cublaslt", lambda: "130000")
     monkeypatch.setattr(families, "_gpu", functools.cache(families._gpu.__wrapped__))
     monkeypatch.setattr(dispatch, "_backends", {})
     return torch.device("cuda:0")

@@ -10,6 +10,7 @@ import torch
 from alignkit import BackendError, InputError, contract_id, drift
 from alignkit.ops import golden
 from alignkit.runtime import cuda, dispatch, families, machine, validated
+from alignkit.runtime.certificates import RUNNING, Certificate
 
 from .helpers import gemm, pretend_gpu
 from .test_contract_id import IDS
@@ -52,8 +53,8 @@ def test_gpu_that_is_not_shown_is_rejected(gpu, monkeypatch):
     device = pretend_gpu(monkeypatch, gpu.capability, "Some GPU")
     message = (
         r"device: .* were shown on GPUs of compute capability 9.0 \(H100, H200\) alone, got Some GPU with "
-        f"{re.escape(families.capability_text(gpu.capability))}. `alignkit prove` can prove them on this GPU, which is "
-        "rejected until then"
+        f"{re.escape(families.capability_text(gpu.capability))}. `alignkit prove --ops` can prove them on this GPU, "
+        r"which is rejected until then \(.*: holds no certificate of ops\)"
     )
     for call in (dispatch.require_family, dispatch.backend_of, dispatch.family, contract_id):
         with pytest.raises(BackendError, match=message):
@@ -61,6 +62,26 @@ def test_gpu_that_is_not_shown_is_rejected(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(NotImplementedError, match=message):
         machine.require_environment()
+
+
+@GPU
+def test_a_certificate_admits_a_gpu(gpu, monkeypatch, tmp_path):
+    """It counts for this GPU, driver and toolchain alone, and `alignkit prove` needs none while it runs."""
+    monkeypatch.setenv("ALIGNKIT_CERTIFICATES", str(tmp_path))
+    device = pretend_gpu(monkeypatch, gpu.capability, "Some GPU")
+    key = validated.facts(device, families.TRITON)
+    assert key["device"] == "Some GPU, 100 SMs" and key["backend"] == "triton"
+    Certificate("ops", key, {"self-test": 31}).write()
+    assert dispatch.require_family(device) is gpu.family
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13010)
+    with pytest.raises(BackendError, match="driver must be '13010', got '13000'"):
+        dispatch.require_family(device)
+    Certificate("ops", validated.facts(device, families.TRITON), {"rows": 1}).write()
+    with pytest.raises(BackendError, match="lacks the check 'self-test'"):
+        dispatch.require_family(device)
+    monkeypatch.setenv("ALIGNKIT_PROOF", str(tmp_path / "running"))
+    (tmp_path / "running").write_text(RUNNING)
+    assert dispatch.require_family(device) is gpu.family
 
 
 @GPU

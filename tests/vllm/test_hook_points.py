@@ -15,9 +15,9 @@ import pytest
 
 from alignkit.engines import hook_points
 from alignkit.engines.closed_world import unknown_users
-from alignkit.engines.versions import PROOF_RUNNING, Names, digest, rollout_check
+from alignkit.engines.versions import Names, digest, rollout_check
 from alignkit.errors import UnsupportedError
-from alignkit.runtime.certificates import Certificate
+from alignkit.runtime.certificates import RUNNING, Certificate
 from alignkit.runtime.families import CPU, SM90
 from alignkit.vllm.versions import VALIDATED, VERSIONS, derive, resolve
 
@@ -176,7 +176,7 @@ def test_a_proof_that_has_ended_admits_nothing(copy, tmp_path, monkeypatch):
             running.write_text(content)
         with pytest.raises(UnsupportedError, match="is neither validated nor proved"):
             VERSIONS.require(copy, "0.32.0")
-    running.write_text(PROOF_RUNNING)
+    running.write_text(RUNNING)
     assert VERSIONS.require(copy, "0.32.0").family is CPU
 
 

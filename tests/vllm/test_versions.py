@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from alignkit.engines.versions import PROOF_RUNNING
+from alignkit.runtime.certificates import RUNNING
 from alignkit.testing import free_port
 from tests.vllm.overlay import make_overlay
 from tests.vllm.settings import ENV
@@ -27,7 +27,7 @@ def run(model, out, overlay="", **variables):
     """Run `other_version` and return its output. JSON represents float32 values exactly."""
     command = [sys.executable, "-m", "tests.vllm.other_version", model, str(out)]
     running = out.with_name("running")
-    running.write_text(PROOF_RUNNING)  # not all versions are validated on a CPU
+    running.write_text(RUNNING)  # not all versions are validated on a CPU
     path = os.pathsep.join(filter(None, [str(overlay), str(ROOT)]))
     environment = os.environ | ENV | {"VLLM_PLUGINS": "", "PYTHONPATH": path, "ALIGNKIT_PROOF": str(running)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment | variables, timeout=400)
