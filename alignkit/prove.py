@@ -20,7 +20,7 @@ from .config import Config, require_variables
 from .doctor import self_test
 from .engines.versions import VALIDATED, Versions, rollout_check, training_check
 from .errors import UnsupportedError
-from .jobs.execute import INSTALL, Progress, prepare
+from .jobs.execute import INSTALL, Progress, check_out, prepare
 from .models import FAMILIES
 from .runtime.certificates import OPS, RUNNING, SELF_TEST, Certificate
 from .runtime.machine import gpus, installed, most_ranks, proof_key, require_environment
@@ -78,6 +78,7 @@ def run(options: Options, progress: Progress, report: Report) -> list[Proof]:
         WorkerError: an engine process failed.
     """
     require_variables()
+    check_out(options.out, command=COMMAND)
     prepare(options.out, files=(), folders=(), command=COMMAND)
     with unproved_allowed(options.out):
         require_environment()
