@@ -1,5 +1,5 @@
-// What a kernel library tells alignkit/runtime/built.py: the hash of its sources, its functions with their types, and
-// its structs with their fields. Python has no second list of parameters or fields.
+// The description that a kernel library gives alignkit/runtime/built.py: the hash of its sources, its functions with
+// their types, and its structs with their fields. Python has no second list of parameters or fields.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -27,7 +27,7 @@ template <class T, std::size_t n> struct AlignkitType<T[n]> : AlignkitType<T> {}
 
 struct AlignkitFunction {
     const void* address;
-    const char* const* types;  // of the result and the parameters; null after the last
+    const char* const* types;  // types of the result and the parameters; null after the last
 };
 
 template <class R, class... A> struct AlignkitTypes {

@@ -25,7 +25,7 @@ from ..config import config
 from ..errors import InputError, UnsupportedError
 
 FORMAT = 1
-"""Version of the file format; a certificate of another format is rejected."""
+"""contract: version of the file format; a certificate of another format is rejected."""
 COMMAND = "alignkit prove"
 OPS, SELF_TEST = "ops", "self-test"
 """Subject of the certificate of the ops, and the check that it must have."""

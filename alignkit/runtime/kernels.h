@@ -1,5 +1,5 @@
-// Constants that the kernels share with Python: csrc includes this file, and alignkit/runtime/shared.py reads it. A value
-// is a number or `number << number`.
+// Constants that the kernels share with Python: csrc includes this file, and alignkit/runtime/shared.py reads it. A
+// value is a number or `number << number`.
 #pragma once
 
 namespace alignkit {

@@ -641,7 +641,7 @@ def _wrong_backward(d: Draw, s: Source) -> None:
     else:
         plain = _depends_on_arguments(d.sample, d.leaves) and s.chance(0.5)
         d.twice = "plain gradients" if plain else "gradients that require one"
-        if d.gradient == "one of them":  # which may not depend on the leaves
+        if d.gradient == "one of them":  # the one may not depend on the leaves
             d.gradient = "plain"
 
 

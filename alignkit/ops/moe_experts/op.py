@@ -162,7 +162,7 @@ def _samples():
 
 
 def _trial(given: Inputs, p: Grouped | Ids | RowsProblem | None) -> list[torch.Tensor]:
-    tokens, top_k, count, h, features = 12, 2, 4, 32, 32  # of moe_weigh
+    tokens, top_k, count, h, features = 12, 2, 4, 32, 32  # sizes for moe_weigh
     if isinstance(p, Ids):
         tokens, count = p.count // 2, p.experts
     elif isinstance(p, RowsProblem):
