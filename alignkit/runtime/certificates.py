@@ -24,14 +24,13 @@ from typing import Any
 from ..config import config
 from ..errors import InputError, UnsupportedError
 
-FORMAT = 1
-"""contract: version of the file format; a certificate of another format is rejected."""
+FORMAT_VERSION = 1
+"""Version of the file format; a certificate of another format is rejected."""
 COMMAND = "alignkit prove"
 OPS, SELF_TEST = "ops", "self-test"
 """Subject of the certificate of the ops, and the check that it must have."""
 RUNNING = "running"
 """Content of the file ALIGNKIT_PROOF while `alignkit prove` runs."""
-_TEXT = {"indent": 1, "sort_keys": True, "ensure_ascii": False}
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Certificate:
     @property
     def digest(self) -> str:
         """Hash of the subject, key and checks, without the date. Ranks compare it."""
-        return _hash([FORMAT, self.subject, dict(self.key), dict(self.checks)])
+        return _hash([FORMAT_VERSION, self.subject, dict(self.key), dict(self.checks)])
 
     @property
     def file(self) -> Path:
@@ -59,13 +58,13 @@ class Certificate:
         """Write the file atomically and return its path; raise InputError if the folder cannot be written."""
         made = self.made or datetime.now(UTC).isoformat(timespec="seconds")
         record: dict[str, Any] = {
-            "format": FORMAT,
+            "format": FORMAT_VERSION,
             "subject": self.subject,
             "key": dict(self.key),
             "checks": dict(self.checks),
             "made": made,
         }
-        text = json.dumps(record | {"sha256": _hash(record)}, **_TEXT) + "\n"
+        text = json.dumps(record | {"sha256": _hash(record)}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.file.parent, suffix=".part", delete=False) as temporary:
@@ -90,8 +89,8 @@ def read(file: Path) -> Certificate:
     try:
         record = json.loads(file.read_text())
         stored = record.pop("sha256")
-        if record["format"] != FORMAT:
-            raise InputError(f"{file}: format must be {FORMAT}, got {record['format']!r}")
+        if record["format"] != FORMAT_VERSION:
+            raise InputError(f"{file}: format must be {FORMAT_VERSION}, got {record['format']!r}")
         if stored != _hash(record):
             raise InputError(f"{file}: was changed after `{COMMAND}` wrote it, because its sha256 differs")
         return Certificate(record["subject"], record["key"], record["checks"], record["made"])
