@@ -30,7 +30,7 @@ HOPPER = Step(16, 25)
 STEPS = {"Hopper": HOPPER, "Ampere": Step(8, 24)}
 """hardware: known steps by the first GPU architecture that has them; Ada Lovelace has that of Ampere."""
 _ZERO = -1000
-"""contract: exponent of 0, below those of all products, which are at least -252, even when a factor's exponent is added."""
+"""contract: exponent of 0, below those of products, which are at least -252, even when a factor's exponent is added."""
 _MIN_EXPONENT = -126
 """hardware: smallest exponent of normal fp32 and bf16 values; subnormal values have it too."""
 

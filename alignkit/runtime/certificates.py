@@ -24,7 +24,7 @@ from typing import Any
 from ..config import config
 from ..errors import InputError, UnsupportedError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = "1"
 """Version of the file format; a certificate of another format is rejected."""
 COMMAND = "alignkit prove"
 OPS, SELF_TEST = "ops", "self-test"
