@@ -8,8 +8,8 @@ training step of Megatron-core, or a rollout of vLLM; both are of a small model,
 The result file is benchmarks/results/h200/before_after.jsonl, on a machine without a GPU .../cpu/.... Fields of a row:
 
 ``case``, ``of``
-    Name of the case (``OP forward INDEX``), and "host", the time in which a call returns, "device", the time on the GPU
-    with a cold cache, or "step", the time of a training step or rollout.
+    Name of the case (``OP forward INDEX``), and "host", the time in which a call returns, "device", the time on the
+    GPU with a warm cache, or "step", the time of a training step or rollout.
 ``before_us``
     Median time of the old checkout, in microseconds.
 ``ratio``, ``control``, ``spread``
@@ -19,6 +19,7 @@ The result file is benchmarks/results/h200/before_after.jsonl, on a machine with
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -30,7 +31,6 @@ import time
 from pathlib import Path
 
 import torch
-from lib.options import parser as options_parser
 from lib.options import time_is_up
 from lib.results import RESULTS, merge, read, run_info, run_name, write
 
@@ -134,7 +134,9 @@ def summary(rows: list[dict]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     gpu = torch.cuda.is_available()
     default = RESULTS / ("h200" if gpu else "cpu") / "before_after.jsonl"
-    parser = options_parser(__doc__, default, seconds=0.02)
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--json", type=Path, default=default, help="result file")
+    parser.add_argument("--minutes", type=float, help="time limit in minutes, after which no measurement starts")
     parser.add_argument("--before", type=Path, required=True, help="folder of the old checkout, with built kernels")
     parser.add_argument("--after", type=Path, default=ROOT, help="folder of the new checkout; default: this one")
     parser.add_argument("--ops", nargs="*", help="ops to time; default: all")
@@ -157,9 +159,9 @@ def main(arguments: list[str] | None = None) -> int:
         for op, kind in kinds
         if (kind == "forward" or op in paired.BACKWARD) and (options.ops is None or op in options.ops)
     ]
-    size = {"longest": options.longest, "calls": options.calls, "seconds": options.seconds}
+    size = {"longest": options.longest, "calls": options.calls}
     requests = [{"case": name} | size for name in names]
-    info = run_info(seconds=options.seconds, rounds=options.rounds, before=str(options.before.name))
+    info = run_info(calls=options.calls, rounds=options.rounds, before=str(options.before.name))
     name, old, rows = run_name(), read(options.json), []
     workers = [Worker(folder) for folder in (options.before, options.after, options.before)]
     with tempfile.TemporaryDirectory() as folder:
