@@ -33,9 +33,12 @@ class HookPoint:
     mentions: tuple[str, ...] = ()
 
 
-def unresolved(root: Path, hook_points: Iterable[HookPoint]) -> list[str]:
-    """Return the `hook_points` that the package directory `root` lacks, each with the reason."""
-    trees: dict[Path, ast.Module] = {}
+def unresolved(root: Path, hook_points: Iterable[HookPoint], trees: dict[Path, ast.Module] | None = None) -> list[str]:
+    """Return the `hook_points` that the package directory `root` lacks, each with the reason.
+
+    trees: parsed files, extended by those that this call parses.
+    """
+    trees = {} if trees is None else trees
 
     def tree(file: str) -> ast.Module | None:
         path = root / file

@@ -8,7 +8,10 @@ this machine. Any other engine is rejected. The tables are in `alignkit.vllm.ver
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,34 +52,38 @@ class Names:
         self.hook_points: list[HookPoint] = []
         self.missing: list[str] = []
         self.features: set[str] = set()
+        self._trees: dict[Path, ast.Module] = {}
 
     def require(self, *features: str) -> None:
         """Rely on all names of these features."""
         for feature in features:
             self.hook_points += self._of(feature)
-            self.missing += unresolved(self.root, self._of(feature))
+            self.missing += self._unresolved(self._of(feature))
 
     def optional(self, *features: str) -> None:
         """Rely on the names of these features that exist, each by itself."""
         for feature in features:
-            self.hook_points += [point for point in self._of(feature) if not unresolved(self.root, [point])]
+            self.hook_points += [point for point in self._of(feature) if not self._unresolved([point])]
 
     def has(self, feature: str) -> bool:
         """Return whether a feature's first name exists; if so, rely on all its names."""
-        present = not unresolved(self.root, self._of(feature)[:1])
+        present = not self._unresolved(self._of(feature)[:1])
         if present:
             self.require(feature)
         return present
 
     def either(self, *features: str) -> str:
         """Return the first feature whose names all exist, by default the first one, and rely on its names."""
-        whole = [feature for feature in features if not unresolved(self.root, self._of(feature))]
+        whole = [feature for feature in features if not self._unresolved(self._of(feature))]
         self.require(whole[0] if whole else features[0])
         return whole[0] if whole else features[0]
 
     def leave_out(self, *features: str) -> None:
         """Ignore these features, such as those of another device."""
         self.features |= {*features}
+
+    def _unresolved(self, hook_points: list[HookPoint]) -> list[str]:
+        return unresolved(self.root, hook_points, self._trees)
 
     def _of(self, feature: str) -> list[HookPoint]:
         self.features.add(feature)
@@ -131,6 +138,13 @@ class Versions(Generic[Facts]):
                 )
             self._inspected[root] = facts, digest(names)
         return self._inspected[root]
+
+    def inspect_installed(self) -> None:
+        """Inspect the installed package, if there is one, so that processes forked later need not."""
+        spec = importlib.util.find_spec(self.package)
+        if spec is not None and spec.submodule_search_locations:
+            with contextlib.suppress(UnsupportedError):  # raised again when the engine is patched
+                self.inspect(Path(spec.submodule_search_locations[0]), "")
 
     def state(self, root: Path, version: str, checks: Iterable[str] = ()) -> str:
         """Return VALIDATED, PROVED or UNPROVED; raise UnsupportedError if a name is missing."""

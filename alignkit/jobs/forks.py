@@ -17,8 +17,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-_VLLM = ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
-_MEGATRON = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.parallel_state")
+_VLLM = ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "alignkit.vllm.versions")
+_MEGATRON = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.parallel_state", "alignkit.megatron.versions")
 _IMPORTS = {
     "alignkit.jobs.rollout": _VLLM,
     "alignkit.jobs.train": _MEGATRON,
@@ -130,7 +130,9 @@ def _main(fd: int, imports: list[str]) -> None:
     connection = Connection(fd)
     for name in imports:
         with contextlib.suppress(Exception):  # the import fails again in the fork, which has a log
-            importlib.import_module(name)
+            module = importlib.import_module(name)
+            if name.startswith("alignkit."):
+                module.VERSIONS.inspect_installed()
     children: set[int] = set()
     while True:
         try:

@@ -8,4 +8,7 @@ with warnings.catch_warnings():
     import megatron.core.parallel_state
     import megatron.core.tensor_parallel
 
+    from alignkit.megatron.versions import VERSIONS
+
 assert megatron
+VERSIONS.inspect_installed()

@@ -52,13 +52,12 @@ class Device:
             "num_programs": lambda _: grid,
         }
         gluon |= {"program_id": lambda _: self.block, "zeros": lambda *_: None, "store": self.memory.__setitem__}
-        gluon |= {"load": lambda address, **_: self.memory[address], "thread_barrier": lambda: None}
+        gluon |= {"load": lambda address, **_: self.memory[address]}
         gluon |= {"float32": None, "bfloat16": None}
         gluon |= {"atomic_xchg": lambda address, v, **_: self.memory.__setitem__(address, v)}
         gluon |= {"atomic_add": lambda address, v, **_: self.memory[address] + v}  # no CTA waits for a later one
         mbarrier = {"wait": self.wait, "expect": self.expect, "arrive": self.arrive}
-        tma = {"async_copy_global_to_shared": self.async_copy, "store_wait": lambda _: None}
-        tma["async_copy_shared_to_global"] = lambda c, corner, source: self.write(tuple(corner), source.value)
+        tma = {"store_wait": lambda _: None}
         namespaces = {"gl": gluon, "mbarrier": mbarrier, "tma": tma}
         self.names = {
             name: v.fn if isinstance(v, triton.JITFunction) else getattr(v, "value", v)
@@ -66,7 +65,9 @@ class Device:
         }
         self.names |= {name: types.SimpleNamespace(**members) for name, members in namespaces.items()}
         self.names |= {"warpgroup_mma": self.mma, "warpgroup_mma_wait": self.mma_wait}
-        self.names |= {"fence_async_shared": lambda: None}
+        self.names |= {"fence_async_shared": lambda: None, "_barrier": lambda: None, "_tma_load": self.async_copy}
+        self.names |= {"_tma_store": lambda _, corner, source: self.write(tuple(corner), source.value)}
+        self.names |= {"_reinterpret": lambda memory, *_: memory}
         self.names |= {
             "_sums_of": lambda _, slot: ("sums", slot),
             "_flag_of": lambda _, slot, slots: ("flag", slot, slots),
@@ -146,9 +147,6 @@ class Operand:
 
     def index(self, i):
         return Operand(*self.path, i)
-
-    def _reinterpret(self, *_):
-        return self
 
     def permute(self, _):
         return self

@@ -10,3 +10,7 @@ import vllm.engine.arg_utils
 import vllm.entrypoints.llm
 import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker  # noqa: F401
+
+from alignkit.vllm.versions import VERSIONS
+
+VERSIONS.inspect_installed()
