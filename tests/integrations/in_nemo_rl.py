@@ -72,9 +72,11 @@ def bits(path):
 
 def setup(_):
     """Return the vocabulary size of the model that NeMo-RL's setup builds."""
+    from alignkit.megatron.state import of_model
+
     module = importlib.import_module("nemo_rl.models.megatron.setup")
     state = module.setup_model_and_optimizer(None, SimpleNamespace(model=SimpleNamespace(vocab_size=300)))
-    return {"vocab_size": state.model.alignkit_vocab_size}
+    return {"vocab_size": of_model(state.model).own_vocab_size}
 
 
 def sampling(_):

@@ -248,11 +248,16 @@ def test_state_dict_keys_and_class_names_do_not_change(checkpoint, world):
         assert [type(m).__name__ for m in model.modules()] == names
 
 
-def test_unknown_version_is_rejected(monkeypatch):
+def test_a_version_that_is_not_validated_is_rejected(monkeypatch, tmp_path):
     import megatron.core
 
-    monkeypatch.setattr(megatron.core, "__version__", "0.20.0")
-    with pytest.raises(UnsupportedError, match="0.20.0"):
+    from alignkit.megatron.versions import VERSIONS
+
+    monkeypatch.setenv("ALIGNKIT_CERTIFICATES", str(tmp_path))
+    monkeypatch.setattr(megatron.core, "__version__", "0.20.0+abc")
+    for version in list(VERSIONS.validated):
+        monkeypatch.delitem(VERSIONS.validated, version)
+    with pytest.raises(UnsupportedError, match="Megatron-core 0.20.0: is neither validated nor proved"):
         patch_megatron(300)
     assert not status()["patched"]
 

@@ -11,8 +11,15 @@ import torch
 pytest.importorskip("triton")
 from alignkit.ops.attention import triton_backend
 from alignkit.ops.attention.sharing import variant_batches
+from alignkit.runtime import families
 
 PAGE = 16
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """Tensors on the meta device stand for those of a Hopper GPU."""
+    monkeypatch.setattr(families, "gpu", lambda device: families.HOPPER)
 
 
 def compiled(seqs: int, extra_rows: int, heads: int, kv_heads: int, dim: int, width: int, dtype: torch.dtype) -> set:

@@ -11,8 +11,15 @@ import torch
 pytest.importorskip("triton")
 from alignkit.ops.attention import cuda_backend, reserve, sharing
 from alignkit.ops.attention import triton_backend as backend
+from alignkit.runtime import families
 
 BF16, PAGE = torch.bfloat16, 16
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """Tensors on the meta device stand for those of a Hopper GPU."""
+    monkeypatch.setattr(families, "gpu", lambda device: families.HOPPER)
 
 
 def decode_values(tokens: int, seqs: int, positions: int, heads: int, kv: int, dim: int) -> int:
@@ -39,8 +46,8 @@ def prefill_bytes(heads: int, kv: int, dim: int) -> int:
     with mock.patch.object(cuda_backend.cuda, "call") as call:
         cuda_backend._attend(cuda_backend.arguments(q, k, k, q, torch.empty(2, device="meta"), 1.0, 1), q.device)
     memory, size = call.call_args.args[-2:]
-    assert size.value == (memory.numel() if memory is not None else 0)
-    return size.value
+    assert size == (memory.numel() if memory is not None else 0)
+    return size
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,13 @@ def fresh(monkeypatch):
     monkeypatch.setattr(cublaslt, "_verdicts", {})
 
 
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """Without a GPU, rules are tested for a Hopper GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(families, "gpu", lambda device: families.HOPPER)
+
+
 def operands(m, n, k, a_by_k=True, b_by_k=True, pad=0, dtype=BF16):
     """Return a [m, k] and b [n, k], with `pad` elements between rows (or columns)."""
     a, b = (

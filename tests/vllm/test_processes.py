@@ -207,9 +207,10 @@ def start_twice(state, model, value):
 
 
 def start_twice_with_unknown_version(state, model):
-    import vllm
+    from alignkit.vllm.versions import VALIDATED
 
-    vllm.__version__ = "0.99.0"
+    os.environ["ALIGNKIT_CERTIFICATES"] = "/nonexistent"
+    VALIDATED.clear()
     return start_twice(state, model, "yes")
 
 
@@ -220,7 +221,10 @@ def start_twice_with_unknown_version(state, model):
             lambda process, model: process(start_twice, model, "sure"),
             "must be a boolean (1/on/true/yes or 0/false/no/off), got 'sure'",
         ),
-        (lambda process, model: process(start_twice_with_unknown_version, model), "vLLM 0.99.0"),
+        (
+            lambda process, model: process(start_twice_with_unknown_version, model),
+            "is neither validated nor proved on this machine",
+        ),
     ],
     ids=["word", "version"],
 )

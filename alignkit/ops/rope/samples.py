@@ -59,7 +59,7 @@ def _rope_of_table(s: Source) -> Sample:
     t, d, positions = s.tokens(), 2 * s.size(12), s.size(20)
 
     def call(x, positions, head_dim, max_position, base):
-        return rope(x, positions, rope_table(head_dim, max_position, base))
+        return rope(x, positions, rope_table(head_dim, max_position, base, getattr(x, "device", "cpu")))
 
     given = {
         "x": Tensor(s.floats(t, s.size(4), d, dtype=s.dtype()), (0, 2), ndim=True, rows=True, leaf=True),
