@@ -146,6 +146,14 @@ class Versions(Generic[Facts]):
             with contextlib.suppress(UnsupportedError):  # raised again when the engine is patched
                 self.inspect(Path(spec.submodule_search_locations[0]), "")
 
+    def describe(self, root: Path, version: str) -> str:
+        """Return the state of the engine at `root` as text, with the validated version or the remedy."""
+        state = self.state(root, version)
+        if state == VALIDATED:
+            found = self.inspect(root, version)[1]
+            return f"{state} (files of {next(name for name, known in self.validated.items() if known == found)})"
+        return state if state == PROVED else f"{state}: run `{certificates.COMMAND}`"
+
     def state(self, root: Path, version: str, checks: Iterable[str] = ()) -> str:
         """Return VALIDATED, PROVED or UNPROVED; raise UnsupportedError if a name is missing."""
         _, found = self.inspect(root, version)

@@ -53,6 +53,21 @@ def test_vllm_is_found_under_either_package_name(found, expected, monkeypatch):
     assert lines == [f"{name:<15} {version}" for name, version in expected.items()]
 
 
+def test_doctor_states_whether_the_engines_are_validated(monkeypatch, tmp_path):
+    """Validated by the files, proved by a certificate, or neither, with the command."""
+    from alignkit.megatron.versions import VERSIONS
+    from alignkit.runtime.certificates import Certificate
+
+    monkeypatch.setenv("ALIGNKIT_CERTIFICATES", str(tmp_path))
+    assert any(re.match(r"megatron        validated \(files of 0\.1\d\.\d\)$", line) for line in doctor.facts())
+    for version in list(VERSIONS.validated):
+        monkeypatch.delitem(VERSIONS.validated, version)
+    root, version = next(iter(VERSIONS._inspected)), importlib.import_module("megatron.core").__version__
+    assert "megatron        not proved: run `alignkit prove`" in list(doctor.facts())
+    Certificate("megatron-core", VERSIONS.key(root, version), {"training dense tp1 ep1 pp1 cp1": 8}).write()
+    assert "megatron        proved on this machine" in list(doctor.facts())
+
+
 def test_doctor_reports_how_the_bits_were_validated(alignkit, monkeypatch, tmp_path):
     """The bits are validated by known versions or by the golden bits. A golden-bits mismatch is a failure."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
