@@ -51,6 +51,8 @@ class Recording:
     def alignkit_record(self, job_file: str) -> None:
         self._alignkit_job = jobs.read(job_file)
         self._alignkit_hooks = _Hooks(self.model_runner, self._alignkit_job)
+        if (watch := getattr(self, "_watch", None)) is not None:  # an aligned worker's; a stock layer stays recordable
+            watch.allow_hooks()
 
     def alignkit_save(self) -> None:
         from vllm.distributed import get_tp_group

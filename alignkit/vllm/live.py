@@ -112,6 +112,10 @@ class Watch:
         self._suspect = False
         return {**counts, AlignedAttentionImpl.__name__: len(attention), type(self._runner.sampler).__name__: 1}
 
+    def allow_hooks(self) -> None:
+        """Take the hooks registered so far as alignkit's own: they alone are no reason to inspect before a step."""
+        self._hooks = hooks_registered()
+
     def step(self) -> None:
         """Check the samplers and the next few other parts; if one has changed, or a hook is new, check everything."""
         if self._suspect or self._strict or self._hooks != hooks_registered() or self._seems_replaced():
