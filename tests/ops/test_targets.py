@@ -36,7 +36,6 @@ TARGETS = [gpu for gpu in families.GPUS if gpu.capability in {(8, 0), (8, 9), (9
 TENSOR_MEMORY = 512
 """Columns of tensor memory of an SM (tcgen05)."""
 GPU = pytest.mark.parametrize("gpu", TARGETS, ids=lambda gpu: families.capability_text(gpu.capability))
-EVERY_GPU = pytest.mark.parametrize("gpu", families.GPUS, ids=lambda gpu: families.capability_text(gpu.capability))
 
 MMA = re.compile(r"(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\S*")
 SYNC = r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16\.bf16|f16\.f16)\.f32"
@@ -225,7 +224,7 @@ def test_attention_that_does_not_fit_is_rejected_by_name():
 
 
 @pytest.mark.slow
-@EVERY_GPU
+@pytest.mark.parametrize("gpu", [families.GPUS[0], families.HOPPER], ids=str)
 def test_every_variant_compiles_and_fits(gpu, monkeypatch):
     """The records' calls, then those of row-wise ops with more rows and wider GEMMs, which select other tiles."""
     with compiling(gpu) as found:
@@ -235,13 +234,3 @@ def test_every_variant_compiles_and_fits(gpu, monkeypatch):
         assert not run(self_tests(rows=(1, 64, 200, 3000)))
     for compiled in found:
         check(compiled, gpu)
-
-
-@pytest.mark.slow
-@EVERY_GPU
-def test_attention_fits_or_is_rejected_by_name(gpu):
-    """Hopper's schedules fit into Hopper's memory. With less memory, wide heads and large GQA groups may not fit."""
-    for (dtype, dim, group, _), message in rejected(gpu, attention_calls()).items():
-        assert message.startswith(f"q: head_dim {dim} in ") and f"into {gpu.shared_memory} bytes" in message
-        assert gpu.shared_memory < families.HOPPER.shared_memory, message
-        assert group == 64 or (gpu.shared_memory == 99 << 10 and dim * dtype.itemsize > 256), message
