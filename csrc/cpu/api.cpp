@@ -29,11 +29,13 @@ ALIGNKIT_STRUCT(Attention, dtype, threads, heads_q, heads_kv, dim, seqs, scale, 
                 v_row, v_head, q_start, kv_start, kv_rows)
 
 // Function that calls a kernel of the table in use, with structs by reference.
+namespace {
 template <auto kKernel> struct Forward;
 template <class... A, void (*Kernels::*kKernel)(A...)> struct Forward<kKernel> {
     template <class T> using Passed = std::conditional_t<std::is_class_v<T>, const T&, T>;
     static void call(Passed<A>... arguments) { (current->*kKernel)(arguments...); }
 };
+}  // namespace
 #define ALIGNKIT_ENTRY(name, parameters) ALIGNKIT_FUNCTION_AS(alignkit_##name, Forward<&Kernels::name>::call)
 #define ALIGNKIT_KERNEL(name, parameters) ALIGNKIT_FUNCTION(alignkit_##name)
 
