@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,19 @@ class IntegerFrom(click.ParamType):
         return number
 
 
+def out_option(command: str, more: str = "") -> Callable:
+    """Return the option --out of a command that runs engines. more: further help."""
+    return click.option(
+        "--out",
+        metavar="DIR",
+        type=click.Path(path_type=Path),
+        default=Path(f"{command}-results"),
+        show_default=True,
+        help=f"Output directory. It must be new or empty, or hold results of an earlier {command}, which are replaced."
+        + more,
+    )
+
+
 timeout_option = click.option(
     "--timeout",
     metavar="SECONDS",
@@ -141,14 +154,7 @@ def cli(settings: dict, with_traceback: bool) -> None:
     help="Family of the random-weight model; ignored with --model.  [default: qwen3; without --training, also "
     "qwen3-moe in two rollout-training pairs]" + _block("FAMILY is one of:", FamilyName(FAMILIES).choices),
 )
-@click.option(
-    "--out",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    default=Path("check-results"),
-    show_default=True,
-    help="Output directory. It must be new or empty, or hold results of an earlier check, which are replaced.",
-)
+@out_option("check")
 @click.option(
     "--dtype", "dtypes", multiple=True, type=click.Choice(DTYPES), help="Model dtype; repeatable.  [default: both]"
 )
@@ -394,15 +400,7 @@ def _left_out(count: int) -> str:
     "again. If the first difference disappears, this op causes it. Dense models only."
     + _block("OP is one of (head: LM head and log-softmax):", BISECT_OPS),
 )
-@click.option(
-    "--out",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    default=Path("bisect-results"),
-    show_default=True,
-    help="Output directory. It must be new or empty, or hold results of an earlier bisect, which are replaced. It must "
-    "not contain a recording passed as A or B.",
-)
+@out_option("bisect", " It must not contain a recording passed as A or B.")
 @click.option(
     "--budget",
     metavar="MIB",
@@ -536,7 +534,7 @@ def doctor(context, op, recipe, problem) -> int:
         click.echo(line)
     passed = True
     for name, failure in doctors.self_test():
-        click.echo(f"{'FAIL' if failure else 'pass'}  {name}" + (f": {failure}" if failure else ""))
+        _print_test(name, failure)
         passed = passed and failure is None
     return 0 if passed else EXIT_DIFFERENT
 
@@ -558,14 +556,7 @@ def doctor(context, op, recipe, problem) -> int:
     help="Tensor-parallel size to prove in addition to size 1; at least 1.  [default: 2; 1 on a machine with one GPU]",
 )
 @click.option("--ops", is_flag=True, help="Prove the ops alone, without engines.")
-@click.option(
-    "--out",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    default=Path("prove-results"),
-    show_default=True,
-    help="Output directory of the engines. It must be new or empty, or hold results of an earlier proof.",
-)
+@out_option("prove")
 @timeout_option
 def prove(families, tp, ops, out, timeout) -> int:
     """Prove on this machine that versions and a GPU that alignkit does not know keep the bits.
@@ -580,14 +571,11 @@ def prove(families, tp, ops, out, timeout) -> int:
     from . import prove as proofs
     from .jobs.terminal import Terminal, console, interrupted_by_sigterm
 
-    def report(name: str, failure: str | None) -> None:
-        click.echo(f"{'FAIL' if failure else 'pass'}  {name}" + (f": {failure}" if failure else ""))
-
     options = proofs.Options(out, ops=ops, tp=tp, timeout=timeout)
     options.families = list(dict.fromkeys(families)) or options.families
     screen = console()
     with interrupted_by_sigterm(), Terminal(screen) as progress:
-        results = proofs.run(options, progress, report)
+        results = proofs.run(options, progress, _print_test)
     for proof in results:
         screen.print(proofs.describe(proof), soft_wrap=True, markup=False)
     return EXIT_DIFFERENT if any(proof.failures for proof in results) else 0
@@ -691,6 +679,11 @@ def watch(directory, host, port) -> int:
     except KeyboardInterrupt:  # the normal way to stop the server
         return EXIT_INTERRUPTED
     return 0
+
+
+def _print_test(name: str, failure: str | None) -> None:
+    """Print the result of one test of the self-test."""
+    click.echo(f"{'FAIL' if failure else 'pass'}  {name}" + (f": {failure}" if failure else ""))
 
 
 def _print_error(message: object) -> None:

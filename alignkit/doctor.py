@@ -72,7 +72,7 @@ def facts() -> Iterator[str]:
     for adapter, (module, patch) in ENGINES.items():
         state, replaced = _engine(adapter, module, patch)
         if installed(module):
-            yield f"{adapter:<15} {_attempt(_versions, adapter, module)}"
+            yield f"{adapter:<15} {_attempt(_versions, adapter)}"
         yield f"{adapter:<15} {state}"
         yield from (f"{'':<15}   {name}" for name in replaced)
     plugins = [e.value for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.name == "alignkit"]
@@ -204,12 +204,11 @@ def _engine(name: str, module: str, patch: Callable) -> tuple[str, list[str]]:
         return f"stock; patch_{name}() fails: {type(e).__name__}: {e}", []
 
 
-def _versions(name: str, module: str) -> str:
+def _versions(name: str) -> str:
     """Describe whether the engine's files are validated, proved on this machine, or neither."""
     versions = importlib.import_module(f"alignkit.{name}.versions").VERSIONS
     with warnings.catch_warnings(action="ignore"):
-        engine = importlib.import_module(module)
-    return versions.describe(Path(next(iter(engine.__path__))), engine.__version__)
+        return versions.describe(*versions.found())
 
 
 def _attempt(test: Callable[..., str | None], *args) -> str | None:

@@ -19,11 +19,10 @@ from .check.plan import Row, rollouts, trainings
 from .config import Config, require_variables
 from .doctor import self_test
 from .engines.versions import VALIDATED, Versions, rollout_check, training_check
-from .errors import UnsupportedError
-from .jobs.execute import INSTALL, Progress, check_out, prepare
+from .jobs.execute import Progress, check_out, prepare
 from .models import FAMILIES
 from .runtime.certificates import OPS, RUNNING, SELF_TEST, Certificate
-from .runtime.machine import gpus, installed, most_ranks, proof_key, require_environment
+from .runtime.machine import gpus, installed, proof_key, require_environment
 
 COMMAND = "prove"
 
@@ -103,33 +102,20 @@ def prove_ops(report: Report) -> Proof:
     return proof
 
 
-def engines() -> dict[str, tuple[Versions, Path, str]]:
-    """Return the installed engines by subject: their versions, package directory and version; import them."""
-    found: dict[str, tuple[Versions, Path, str]] = {}
-    for name, module in (("vLLM", "vllm"), ("Megatron-core", "megatron.core")):
-        if not installed(module):
-            raise UnsupportedError(f"alignkit prove requires {name}, which is not installed. {INSTALL[module]}")
-    import megatron.core
-    import vllm
+def engines() -> list[Versions]:
+    """Return the versions of both engines, vLLM's first; raise UnsupportedError if one is not installed."""
+    check.require_engines(COMMAND)
+    from .megatron import versions as megatron
+    from .vllm import versions as vllm
 
-    from .megatron import versions as megatron_versions
-    from .vllm import versions as vllm_versions
-
-    for versions, root, version in (
-        (vllm_versions.VERSIONS, Path(vllm.__file__).parent, vllm.__version__),
-        (megatron_versions.VERSIONS, Path(megatron.core.__path__[0]), megatron.core.__version__),
-    ):
-        found[versions.subject] = versions, root, version
-    return found
+    return [vllm.VERSIONS, megatron.VERSIONS]
 
 
 def prove_engines(options: Options, progress: Progress) -> list[Proof]:
     """Prove the installed engines by the aligned rows of a check for each family."""
     found, started = engines(), time.monotonic()
-    proofs = {
-        subject: Proof(subject, versions.key(root, version)) for subject, (versions, root, version) in found.items()
-    }
-    tp = options.tp or min(2, most_ranks() or 2)
+    proofs = {versions.subject: Proof(versions.subject, versions.key(*versions.found())) for versions in found}
+    tp = options.tp or check.default_tp()
     failures: list[str] = []
     for family in options.families:
         experts = FAMILIES[family].experts is not None
@@ -149,10 +135,9 @@ def prove_engines(options: Options, progress: Progress) -> list[Proof]:
             for subject, name in _checks(family, experts, compared.row).items():
                 checks = proofs[subject].checks
                 checks[name] = checks.get(name, 0) + compared.report.tokens
-    for subject, proof in proofs.items():
+    for versions, proof in zip(found, proofs.values(), strict=True):
         proof.failures, proof.seconds = failures, time.monotonic() - started
-        versions, root, version = found[subject]
-        if versions.state(root, version) != VALIDATED:
+        if versions.state(*versions.found()) != VALIDATED:
             proof.write()
     return list(proofs.values())
 

@@ -45,7 +45,8 @@ KEY = ("vllm", "megatron", "device")
 def found_engines(commit: str | None) -> tuple[dict[str, str], dict[str, str]]:
     """Return the versions and the hashes of the files of both engines, by their names in a row."""
     names, files = {}, {}
-    for name, (versions, root, version) in zip(("vllm", "megatron"), engines().values(), strict=True):
+    for name, versions in zip(("vllm", "megatron"), engines(), strict=True):
+        root, version = versions.found()
         names[name] = version.partition("+")[0]
         files[name] = versions.inspect(root, version)[1]
     if commit:

@@ -31,6 +31,11 @@ _CHANGED = "The file was changed, or another run wrote to the same --out; run th
 """Cause and remedy if an engine's file does not hold the prompts of this run."""
 
 
+def default_tp() -> int:
+    """Return the largest tensor-parallel size of a check without --tp: 2, or 1 on a machine with one GPU."""
+    return min(2, most_ranks() or 2)
+
+
 @dataclass
 class Options:
     """Options of a check.
@@ -64,7 +69,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.tp is None:
-            self.tp = min(2, most_ranks() or 2)
+            self.tp = default_tp()
 
 
 @dataclass
@@ -250,11 +255,16 @@ def compare_rows(rows: list[Row], out: Path, prompts: list[list[int]]) -> list[C
     return compared
 
 
-def _check_options(options: Options) -> Architecture | None:
-    """Validate the options before an engine starts; return the given model's architecture, None without a model."""
+def require_engines(command: str) -> None:
+    """Raise UnsupportedError if an engine that the command runs is not installed."""
     for name, module in (("vLLM", "vllm"), ("Megatron-core", "megatron.core")):
         if not installed(module):
-            raise UnsupportedError(f"alignkit check requires {name}, which is not installed. {INSTALL[module]}")
+            raise UnsupportedError(f"alignkit {command} requires {name}, which is not installed. {INSTALL[module]}")
+
+
+def _check_options(options: Options) -> Architecture | None:
+    """Validate the options before an engine starts; return the given model's architecture, None without a model."""
+    require_engines("check")
     require_environment()
     if not options.dtypes or any(d not in DTYPES for d in options.dtypes):
         raise InputError(f"dtype: expected one or more of {', '.join(DTYPES)}, got {options.dtypes}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import importlib.util
+import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,12 +139,19 @@ class Versions(Generic[Facts]):
             self._inspected[root] = facts, digest(names)
         return self._inspected[root]
 
+    def found(self) -> tuple[Path, str]:
+        """Return the package directory and the version of the installed engine; imports the engine."""
+        engine = importlib.import_module(self.package)
+        return Path(next(iter(engine.__path__))), engine.__version__
+
     def inspect_installed(self) -> None:
-        """Inspect the installed package, if there is one, so that processes forked later need not."""
-        spec = importlib.util.find_spec(self.package)
-        if spec is not None and spec.submodule_search_locations:
-            with contextlib.suppress(UnsupportedError):  # raised again when the engine is patched
-                self.inspect(Path(spec.submodule_search_locations[0]), "")
+        """Inspect the installed engine, so that processes forked later need not."""
+        with contextlib.suppress(UnsupportedError):  # raised again when the engine is patched
+            self.inspect(*self.found())
+
+    def installed(self, *checks: str) -> Facts:
+        """Return the facts of the installed engine; see `require`."""
+        return self.require(*self.found(), checks)
 
     def describe(self, root: Path, version: str) -> str:
         """Return the state of the engine at `root` as text, with the validated version or the remedy."""
@@ -156,10 +163,9 @@ class Versions(Generic[Facts]):
 
     def state(self, root: Path, version: str, checks: Iterable[str] = ()) -> str:
         """Return VALIDATED, PROVED or UNPROVED; raise UnsupportedError if a name is missing."""
-        _, found = self.inspect(root, version)
-        if found in self.validated.values():
+        if self._is_validated(root, version):
             return VALIDATED
-        return UNPROVED if certificates.rejection(self.subject, self.key(root, version), checks) else PROVED
+        return UNPROVED if self._rejection(root, version, checks) else PROVED
 
     def require(self, root: Path, version: str, checks: Iterable[str] = ()) -> Facts:
         """Return the facts of the engine at `root`.
@@ -172,15 +178,20 @@ class Versions(Generic[Facts]):
         Raises:
             UnsupportedError: a hook point is missing, or the engine is neither validated nor proved here.
         """
-        facts, found = self.inspect(root, version)
-        if found in self.validated.values() or certificates.proving():
-            return facts
-        if reason := certificates.rejection(self.subject, self.key(root, version), checks):
+        accepted = self._is_validated(root, version) or certificates.proving()
+        if not accepted and (reason := self._rejection(root, version, checks)):
             raise UnsupportedError(
                 f"{self.engine} {_release(version)}: is neither validated nor proved on this machine ({reason}). Run "
                 f"`{certificates.COMMAND}`, which takes minutes. {self._remedy()}"
             )
-        return facts
+        return self.inspect(root, version)[0]
+
+    def _is_validated(self, root: Path, version: str) -> bool:
+        return self.inspect(root, version)[1] in self.validated.values()
+
+    def _rejection(self, root: Path, version: str, checks: Iterable[str]) -> str | None:
+        """Return why no certificate proves the engine with these checks, or None."""
+        return certificates.rejection(self.subject, self.key(root, version), checks)
 
     def key(self, root: Path, version: str) -> dict[str, str]:
         """Return the key of a certificate of the engine at `root`."""

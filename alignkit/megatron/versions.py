@@ -70,6 +70,4 @@ def installed(*checks: str) -> Version:
 
     checks: names of the checks that its certificate must have if it is not validated.
     """
-    import megatron.core
-
-    return VERSIONS.require(Path(megatron.core.__path__[0]), megatron.core.__version__, checks)
+    return VERSIONS.installed(*checks)

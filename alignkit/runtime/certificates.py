@@ -47,7 +47,7 @@ class Certificate:
 
     @property
     def digest(self) -> str:
-        """Hash of the subject, key and checks, without the date. Ranks compare it."""
+        """Hash of the subject, key and checks, without the date."""
         return _hash([FORMAT_VERSION, self.subject, dict(self.key), dict(self.checks)])
 
     @property
@@ -66,13 +66,18 @@ class Certificate:
         }
         text = json.dumps(record | {"sha256": _hash(record)}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.file.parent, suffix=".part", delete=False) as temporary:
-                temporary.write(text)
-            os.replace(temporary.name, self.file)
+            replace_file(self.file, text)
         except OSError as e:
             raise InputError(f"ALIGNKIT_CERTIFICATES: must be a writable folder, got {folder()}: {e}") from None
         return self.file
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file, atomically for other processes; create its folder. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as temporary:
+        temporary.write(text)
+    os.replace(temporary.name, file)
 
 
 def folder() -> Path:

@@ -20,6 +20,8 @@ from . import built, families
 LIBRARY = families.SM90.library
 ABSENT = "no nvcc 12.8 or newer was found when alignkit was installed"
 """The only reason for a missing library: with such an nvcc, a failed build fails the installation."""
+CUBLASLT = f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}"
+"""Name under which torch loads cuBLASLt, if it is built with CUDA."""
 
 
 @functools.cache

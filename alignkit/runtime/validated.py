@@ -13,9 +13,7 @@ import ctypes
 import functools
 import hashlib
 import json
-import os
 import platform
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,11 +170,11 @@ def facts(device: torch.device, backend: str) -> dict[str, str]:
 def _cublaslt() -> str:
     """Return the version of the cuBLASLt library that torch uses, or "absent"."""
     try:
-        library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}")
+        version = ctypes.CDLL(cuda.CUBLASLT).cublasLtGetVersion
     except OSError:
         return "absent"
-    library.cublasLtGetVersion.restype = ctypes.c_size_t
-    return str(library.cublasLtGetVersion())
+    version.restype = ctypes.c_size_t
+    return str(version())
 
 
 @functools.cache
@@ -200,11 +198,5 @@ def _is_cached(key: str) -> bool:
 
 def _cache(key: str) -> None:
     """Cache a passed test on disk; without write access, the next process tests again."""
-    file = _file(key)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
-            temporary.write(key)
-        os.replace(temporary.name, file)  # atomic for other processes
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        certificates.replace_file(_file(key), key)

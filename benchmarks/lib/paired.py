@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -291,16 +290,23 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
+def _seconds(run: Callable, calls: int, after: Callable[[], None] = lambda: None) -> list[float]:
+    """Return the seconds of each call of `run`, each with `after`."""
+    times = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        run()
+        after()
+        times.append(time.perf_counter() - began)
+    return times
+
+
 def _host_us(run: Callable, calls: int) -> float:
     """Return the microseconds in which one call returns, without waiting for the device between calls.
 
     It is the lower quartile of the calls: other load on the machine only lengthens a call.
     """
-    times = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
+    times = _seconds(run, calls)
     _wait()
     return 1e6 * statistics.quantiles(times, n=4)[0]
 
@@ -321,13 +327,7 @@ def _device_us(run: Callable, calls: int, host_us: float) -> float:
 
 def _whole_us(run: Callable, calls: int) -> float:
     """Return the median microseconds of one call with a synchronization after it."""
-    times = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        run()
-        _wait()
-        times.append(time.perf_counter() - began)
-    return 1e6 * statistics.median(times)
+    return 1e6 * statistics.median(_seconds(run, calls, _wait))
 
 
 def main() -> None:
@@ -342,7 +342,7 @@ def main() -> None:
         try:
             if name not in built:
                 built.clear()
-                if Path(request.get("model", "")).name:
+                if "model" in request:
                     make = training_case if name == "training" else rollout_case
                     built[name] = make(request["model"])
                 else:

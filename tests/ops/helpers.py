@@ -11,6 +11,7 @@ import types
 from unittest import mock
 
 import hypothesis.strategies as st
+import pytest
 import torch
 
 from alignkit.runtime import dispatch, families, validated
@@ -44,6 +45,13 @@ def randn(*shape, dtype=torch.float32, scale=1.0, seed=None):
     if seed is not None:
         torch.manual_seed(seed)
     return (torch.randn(shape) * scale).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def hopper_without_gpu(monkeypatch):
+    """Let rules be tested for a Hopper GPU where there is none, in the files that import this fixture."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(families, "gpu", lambda device: families.HOPPER)
 
 
 def pretend_gpu(monkeypatch, capability: tuple[int, int], name: str = "a GPU") -> torch.device:

@@ -42,7 +42,7 @@ class Compiled:
         return f"{self.name} ({self.arguments})"
 
 
-class _Driver:
+class Driver:
     """A stand-in for Triton's driver of one GPU, which can compile but not launch."""
 
     def __init__(self, gpu: families.Gpu):
@@ -96,7 +96,7 @@ def compiling(gpu: families.Gpu, wanted=lambda kernel: True):
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         before = driver._active
-        driver.set_active(_Driver(gpu))
+        driver.set_active(Driver(gpu))
         stack.callback(setattr, driver, "_active", before)
         dispatch.choose.cache_clear()
         stack.callback(dispatch.choose.cache_clear)

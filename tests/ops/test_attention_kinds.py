@@ -11,15 +11,10 @@ import torch
 pytest.importorskip("triton")
 from alignkit.ops.attention import triton_backend
 from alignkit.ops.attention.sharing import variant_batches
-from alignkit.runtime import families
+
+from .helpers import hopper_without_gpu  # noqa: F401 - used by pytest
 
 PAGE = 16
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    """Tensors on the meta device stand for those of a Hopper GPU."""
-    monkeypatch.setattr(families, "gpu", lambda device: families.HOPPER)
 
 
 def compiled(seqs: int, extra_rows: int, heads: int, kv_heads: int, dim: int, width: int, dtype: torch.dtype) -> set:

@@ -11,15 +11,10 @@ import torch
 pytest.importorskip("triton")
 from alignkit.ops.attention import cuda_backend, reserve, sharing
 from alignkit.ops.attention import triton_backend as backend
-from alignkit.runtime import families
+
+from .helpers import hopper_without_gpu  # noqa: F401 - used by pytest
 
 BF16, PAGE = torch.bfloat16, 16
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    """Tensors on the meta device stand for those of a Hopper GPU."""
-    monkeypatch.setattr(families, "gpu", lambda device: families.HOPPER)
 
 
 def decode_values(tokens: int, seqs: int, positions: int, heads: int, kv: int, dim: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from alignkit.ops import trials
 from alignkit.ops.linear.op import OP
 from alignkit.ops.linear.problem import Product
-from alignkit.runtime import dispatch
+from alignkit.runtime import dispatch, families
 
 from .helpers import CPU
 
@@ -23,17 +23,11 @@ KERNEL = next(kernel for kernel in dispatch.order("linear") if kernel.name == "h
 @pytest.fixture
 def hopper(monkeypatch):
     """Return the module, with Triton's driver replaced by one that only names the target."""
-    from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    target = GPUTarget("cuda", 90, 32)
-    stub = types.SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda _: 0,
-        get_current_target=lambda: target,
-        map_python_to_cpp_type=str,
-    )
-    monkeypatch.setattr(driver, "_active", stub)
+    from .targets import Driver
+
+    monkeypatch.setattr(driver, "_active", Driver(families.HOPPER))
     return KERNEL.load()
 
 

@@ -19,7 +19,7 @@ from alignkit.ops.linear.problem import Product
 from alignkit.runtime import dispatch, families
 from alignkit.testing import assert_bitwise_equal
 
-from .helpers import CPU, by_hopper, randn, seeds
+from .helpers import CPU, by_hopper, hopper_without_gpu, randn, seeds  # noqa: F401 - used by pytest
 
 linear_ops = sys.modules[matmul.__module__]  # the function linear has the module's name
 needs_gpu = pytest.mark.skipif(CPU, reason="needs a GPU")
@@ -33,13 +33,6 @@ def fresh(monkeypatch):
     monkeypatch.setattr(cublaslt, "_launchers", {})
     monkeypatch.setattr(cublaslt, "_algorithms", {})
     monkeypatch.setattr(cublaslt, "_verdicts", {})
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    """Without a GPU, rules are tested for a Hopper GPU."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(families, "gpu", lambda device: families.HOPPER)
 
 
 def operands(m, n, k, a_by_k=True, b_by_k=True, pad=0, dtype=BF16):

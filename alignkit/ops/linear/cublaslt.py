@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...runtime.cuda import fail, stream
+from ...runtime.cuda import CUBLASLT, fail, stream
 from ...runtime.operands import Operand, dtype_name
 from . import waves
 from .problem import Product
@@ -172,11 +172,10 @@ def _address(bias: torch.Tensor | None) -> int:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """Return libcublasLt, which torch has already loaded under this name; warn and return None if it is missing."""
-    name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
     try:
-        library = ctypes.CDLL(name)
+        library = ctypes.CDLL(CUBLASLT)
     except OSError as error:
-        warnings.warn(f"{name}: cannot be loaded ({error}); GEMMs fall back to Triton: same bits, slower")
+        warnings.warn(f"{CUBLASLT}: cannot be loaded ({error}); GEMMs fall back to Triton: same bits, slower")
         return None
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for function, arguments in {
