@@ -7,6 +7,7 @@ tests/test_sm90_build.py. The ops' records (ops/<op>/op.py) hold the tests of th
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -23,6 +24,7 @@ from . import ops
 from .config import VARIABLES, invalid_variables, unknown
 from .dist import TP
 from .errors import BackendError
+from .ops import warm_up
 from .ops.golden import pending
 from .ops.inputs import Normal
 from .ops.linear import matmul
@@ -106,21 +108,35 @@ def self_test() -> Iterator[tuple[str, str | None]]:
         yield "backend: available", _attempt(_require_backend)
         return
     for device in devices():
-        yield f"golden bits on {device}: equal to the contract's{_without_bits(device)}", _attempt(_golden, device)
-        if _backend("linear", device) == "none":
-            continue
-        without = "; ".join(prover.passed_over())
-        yield f"kernels on {device}: equal to the last of their order{without and f', except {without}'}", None
-        if not _is_host(device):
-            yield f"tensor core of {device}: sums by the contract's step", _attempt(_tensor_core, device)
-        for dtype in (torch.float32, torch.bfloat16):
-            short = str(dtype).removeprefix("torch.") + ("" if _is_host(device) else f" on {device}")
-            for test in (test for record in RECORDS for test in record.self_test(Normal(dtype, device))):
-                yield f"{test.name} {short}: {test.claim}", _attempt(test.run)
+        with _compiled_ahead(device):
+            yield from _test(device)
     yield (
         f"row_parallel_linear, linear_logp, moe_experts: {_TP} tensor- or expert-parallel ranks equal to one",
         _attempt(_tensor_parallel),
     )
+
+
+def _test(device: str) -> Iterator[tuple[str, str | None]]:
+    """Test the ops on a device."""
+    yield f"golden bits on {device}: equal to the contract's{_without_bits(device)}", _attempt(_golden, device)
+    if _backend("linear", device) == "none":
+        return
+    without = "; ".join(prover.passed_over())
+    yield f"kernels on {device}: equal to the last of their order{without and f', except {without}'}", None
+    if not _is_host(device):
+        yield f"tensor core of {device}: sums by the contract's step", _attempt(_tensor_core, device)
+    for dtype in (torch.float32, torch.bfloat16):
+        short = str(dtype).removeprefix("torch.") + ("" if _is_host(device) else f" on {device}")
+        for test in (test for record in RECORDS for test in record.self_test(Normal(dtype, device))):
+            yield f"{test.name} {short}: {test.claim}", _attempt(test.run)
+
+
+def _compiled_ahead(device: str) -> contextlib.AbstractContextManager[None]:
+    try:
+        backend = dispatch.fastest_backend(torch.device(device))
+    except BackendError:  # the test of the golden bits reports it
+        return contextlib.nullcontext()
+    return warm_up.ahead(torch.device(device), backend)
 
 
 def _is_host(device: str) -> bool:

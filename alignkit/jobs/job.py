@@ -47,4 +47,4 @@ class Job:
 def draw_prompts(vocab: int, seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
     """Return random prompts of token ids, one per length, deterministic in the seed."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
+    return [torch.randint(vocab, (n,), generator=generator, device="cpu").tolist() for n in lengths]

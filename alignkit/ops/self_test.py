@@ -13,7 +13,7 @@ def row_invariance(op: Callable, rows: list[torch.Tensor]) -> str | None:
     """Return the first difference of a row's result between batches, row orders or thread counts."""
     whole = _tuple(op(*rows))
     n = len(rows[0])
-    shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(7)).tolist()
+    shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(7), device="cpu").tolist()
     arrangements = {
         "alone": [[i] for i in range(n)],
         "reordered": [shuffled],

@@ -34,7 +34,7 @@ def compare(device: torch.device, backend: str) -> str | None:
             for kernel in others:
                 for case in cases(record, op, kernel):
                     try:
-                        want = expected[case] = expected.get(case) or _run(record, op, last, case, device, backend)
+                        want = expected[case] = expected.get(case) or run(record, op, last, case, device, backend)
                     except Exception as e:  # e.g. a compiler failure
                         return f"{op}: the kernel {last.name} raised {type(e).__name__}: {e}"
                     if want is None:
@@ -59,7 +59,7 @@ def problem(record: Op, op: str, backend: str, words: str):
     return record.described[op](backend, Words(words.split())) if op in record.described else None
 
 
-def _run(
+def run(
     record: Op, op: str, kernel: Kernel, case: Case, device: torch.device, backend: str
 ) -> list[torch.Tensor] | None:
     words, dtype = case
@@ -73,7 +73,7 @@ def _failure(
 ) -> str | None:
     """Return how a kernel fails a case, or None."""
     try:
-        found = _run(record, op, kernel, case, device, backend)
+        found = run(record, op, kernel, case, device, backend)
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     if found is None:

@@ -62,6 +62,16 @@ def check(error: int, function: str) -> None:
         fail(f"{function}: failed with CUDA error {error}, {library().alignkit_cuda_error(error).decode()}")
 
 
+@functools.cache
+def driver_version() -> str:
+    """Return the CUDA version of the installed driver, such as 13000."""
+    version = ctypes.c_int()
+    error = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    if error:
+        fail(f"cuDriverGetVersion: failed with CUDA error {error}")
+    return str(version.value)
+
+
 def stream(device: int) -> int:
     """Return the handle of the current stream of GPU `device`; faster than through torch's stream object."""
     return torch._C._cuda_getCurrentRawStream(device)

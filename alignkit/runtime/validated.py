@@ -155,7 +155,7 @@ def facts(device: torch.device, backend: str) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(device)
         found |= {
             "device": f"{properties.name}, {properties.multi_processor_count} SMs",
-            "driver": str(torch._C._cuda_getDriverVersion()),  # pyright: ignore[reportAttributeAccessIssue]
+            "driver": cuda.driver_version(),
             "cublaslt": _cublaslt(),
         }
     else:

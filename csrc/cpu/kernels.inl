@@ -1009,6 +1009,13 @@ static void attention_grad_t(const Attention& p, const T* out, const float* m, c
                 product(c, D, r, {dp.data(), F32, 1, c}, {qi, dt, 1, p.q_row}, dk + kv, HK * D, 1, pa, pb);
                 product(c, D, r, {sc.data(), F32, 1, c}, {gi, dt, 1, HQ * D}, dv + kv, HK * D, 1, pa, pb);
             }
+        // A sum that underflows is +0, whichever masked keys and queries a chunk has.
+        for (i64 i = first; i < first + n; ++i)
+            for (i64 d = 0; d < D; ++d) {
+                for (i64 h = hk * group; h < (hk + 1) * group; ++h) dq[(i * HQ + h) * D + d] += 0.f;
+                dk[(i * HK + hk) * D + d] += 0.f;
+                dv[(i * HK + hk) * D + d] += 0.f;
+            }
     });
 }
 

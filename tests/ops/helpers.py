@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from alignkit.runtime import dispatch, families, validated
+from alignkit.runtime import cuda, dispatch, families, validated
 
 U32 = 2.0**-24
 """Unit roundoff of fp32."""
@@ -61,7 +61,7 @@ def pretend_gpu(monkeypatch, capability: tuple[int, int], name: str = "a GPU") -
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     properties = types.SimpleNamespace(name=name, multi_processor_count=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    monkeypatch.setattr(cuda, "driver_version", lambda: "13000")
     monkeypatch.setattr(validated, "_cublaslt", lambda: "130000")
     monkeypatch.setattr(families, "_gpu", functools.cache(families._gpu.__wrapped__))
     monkeypatch.setattr(dispatch, "_backends", {})

@@ -73,7 +73,7 @@ def test_a_certificate_admits_a_gpu(gpu, monkeypatch, tmp_path):
     assert key["device"] == "Some GPU, 100 SMs" and key["backend"] == "triton"
     Certificate("ops", key, {"self-test": 31}).write()
     assert dispatch.require_family(device) is gpu.family
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13010)
+    monkeypatch.setattr(cuda, "driver_version", lambda: "13010")
     with pytest.raises(BackendError, match="driver must be '13010', got '13000'"):
         dispatch.require_family(device)
     Certificate("ops", validated.facts(device, families.TRITON), {"rows": 1}).write()

@@ -218,6 +218,23 @@ def test_attention_gradients_depend_on_their_sequence_only(lens, dtype, seed):
             assert_bitwise_equal(a, b[s], f"d{name} of sequence {i}")
 
 
+@given(n=st.integers(2, 200), dtype=dtypes, seed=seeds)
+def test_attention_gradients_that_underflow_do_not_depend_on_masked_rows(n, dtype, seed):
+    """The sign of a sum that underflows is the same with and without masked rows after it."""
+    torch.manual_seed(seed)
+    q, k, v, g = (torch.randn(n, 2, 64) for _ in range(4))
+    factors = 10.0 ** torch.empty(4).uniform_(-40, 0)
+    q, k, v, g = (t.mul(f).to(dtype) for t, f in zip((q, k, v, g), factors.tolist(), strict=True))
+
+    def gradients(rows: int):
+        given = [t[:rows].detach().requires_grad_() for t in (q, k, v)]
+        out = ops.attention(*given, cu_seqlens=torch.tensor([0, rows]))
+        return torch.autograd.grad(out, given, g[:rows])
+
+    whole, half = gradients(n), gradients(n // 2)
+    assert_bitwise_equal(whole[0][: n // 2], half[0], "the gradient of q")
+
+
 @given(n=st.integers(2, 300), dtype=dtypes, seed=seeds)
 def test_head_gradients_do_not_depend_on_padding(n, dtype, seed):
     """A row of dhidden depends only on its row; dweight depends only on the valid rows and their order."""

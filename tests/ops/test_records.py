@@ -39,6 +39,14 @@ def test_the_self_test_passes_on_every_backend(record, dtype, backend):
 
 
 @RECORD
+def test_the_self_test_does_not_depend_on_the_default_device(record):
+    with torch.device("meta" if CPU else "cpu"):
+        for test in record.self_test(Normal(torch.bfloat16, DEVICE)):
+            problem = test.run()
+            assert problem is None, f"{test.name}: {problem}"
+
+
+@RECORD
 def test_every_record_has_a_self_test_and_custom_ops_are_defined(record):
     assert list(record.self_test(Normal(torch.float32, DEVICE)))
     for custom in record.custom:

@@ -1,7 +1,8 @@
 """Triton attention backward: dQ over tiles of queries, dK and dV over tiles of keys.
 
 The order of summation is the contract's (docs/contract.md, "Attention"): dQ over ascending keys, dK and dV over
-ascending queries, one head of the GQA group after another.
+ascending queries, one head of the GQA group after another. The final `+ 0.0` is the contract's too: without it, the
+sign of a sum that underflows would depend on the masked keys and queries of a tile.
 Tile sizes change no bits, with two limits: BLOCK_I must divide BLOCK_N and PAD. `_delta`'s R and num_warps are fixed,
 because they determine the order of `tl.sum`.
 """
@@ -101,7 +102,7 @@ def _grad_q(
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     d = tl.arange(0, DP)
     out = DQ + (token[:, None] * HEADS + head[:, None]) * D + d[None, :]
-    tl.store(out, (dq * scale).to(DQ.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
+    tl.store(out, ((dq + 0.0) * scale).to(DQ.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=RUNTIME_ARGS)
@@ -176,5 +177,5 @@ def _grad_kv(
     d = tl.arange(0, DP)
     out = ((q0 + j).to(tl.int64)[:, None] * KV + hk) * D + d[None, :]
     ok = (j < n)[:, None] & (d < D)[None, :]
-    tl.store(DK + out, (dk * scale).to(DK.dtype.element_ty), mask=ok)
-    tl.store(DV + out, dv.to(DV.dtype.element_ty), mask=ok)
+    tl.store(DK + out, ((dk + 0.0) * scale).to(DK.dtype.element_ty), mask=ok)
+    tl.store(DV + out, (dv + 0.0).to(DV.dtype.element_ty), mask=ok)

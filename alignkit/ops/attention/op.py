@@ -136,7 +136,7 @@ def _paged(q, k, v, lengths, sequences, whole) -> str | None:
     """Compare paged attention over scattered blocks, with queries in chunks of 7 and one by one, to `whole`."""
     block = 16
     blocks = [-(-n // block) for n in lengths]
-    free = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(11)).split(blocks)
+    free = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(11), device="cpu").split(blocks)
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
     caches = [x.new_zeros(sum(blocks), block, *x.shape[1:]) for x in (k, v)]
     for i, s in enumerate(sequences):

@@ -104,4 +104,5 @@ def backward(q, k, v, starts, out, m, l, d_out, scale):
             dq[i, h] = product(ds, kh, torch.zeros_like(qh))
             dk[i, hk] = product(ds.t(), qh, dk[i, hk])
             dv[i, hk] = product(p.t(), g, dv[i, hk])
+    dq, dk, dv = (t + 0.0 for t in (dq, dk, dv))  # a sum that underflows is +0, as in the forward pass
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
