@@ -7,33 +7,34 @@ would bypass the replacement while every hook point resolves. So all users of su
 from __future__ import annotations
 
 import ast
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from .hook_points import Trees
 
-@functools.lru_cache(16)
-def users(root: Path, names: tuple[str, ...]) -> dict[str, frozenset[str]]:
+
+def users(root: Path, names: Collection[str], trees: Trees | None = None) -> dict[str, frozenset[str]]:
     """Return for each name the files below `root`, relative to it, whose code refers to the name.
 
     A reference is an identifier, an attribute, an import, a definition, or a string that equals the name, as in
     ``getattr``. Comments and other strings do not count.
     """
+    trees = trees or Trees()
     found: dict[str, set[str]] = {name: set() for name in names}
     sought = [name.encode() for name in names]
     for path in sorted(root.rglob("*.py")) if names else ():
         content = path.read_bytes()
         if any(name in content for name in sought):
             file = path.relative_to(root).as_posix()
-            for name in found.keys() & _words(ast.parse(content)):
+            for name in found.keys() & _words(trees.of(path)):
                 found[name].add(file)
     return {name: frozenset(files) for name, files in found.items()}
 
 
-def unknown_users(root: Path, known: Mapping[str, Iterable[str]]) -> list[str]:
+def unknown_users(root: Path, known: Mapping[str, Iterable[str]], trees: Trees | None = None) -> list[str]:
     """Return a sentence for each name of `known` that files other than its known ones refer to."""
     problems = []
-    for name, files in users(root, tuple(known)).items():
+    for name, files in users(root, known, trees).items():
         if others := sorted(files - {*known[name]}):
             problems.append(f"{name}: is also used in {', '.join(others)}")
     return problems

@@ -33,20 +33,28 @@ class HookPoint:
     mentions: tuple[str, ...] = ()
 
 
-def unresolved(root: Path, hook_points: Iterable[HookPoint], trees: dict[Path, ast.Module] | None = None) -> list[str]:
-    """Return the `hook_points` that the package directory `root` lacks, each with the reason.
+class Trees:
+    """Parsed files, each parsed once."""
 
-    trees: parsed files, extended by those that this call parses.
-    """
-    trees = {} if trees is None else trees
+    def __init__(self):
+        self._trees: dict[Path, ast.Module] = {}
+
+    def of(self, path: Path) -> ast.Module:
+        """Return the syntax tree of a file."""
+        if path not in self._trees:
+            self._trees[path] = ast.parse(path.read_bytes())
+        return self._trees[path]
+
+
+def unresolved(root: Path, hook_points: Iterable[HookPoint], trees: Trees | None = None) -> list[str]:
+    """Return the `hook_points` that the package directory `root` lacks, each with the reason."""
+    trees = trees or Trees()
 
     def tree(file: str) -> ast.Module | None:
         path = root / file
         if not file.endswith(".py"):
             path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if path.is_file() and path not in trees:
-            trees[path] = ast.parse(path.read_text(encoding="utf-8"))
-        return trees.get(path)
+        return trees.of(path) if path.is_file() else None
 
     def imports(file: str, name: str) -> bool:
         """Return whether `name` can be imported from a module: a submodule, or bound there or by a star import."""
