@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.util
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,6 +157,30 @@ class Versions(Generic[Facts]):
         """Return the package directory and the version of the installed engine; imports the engine."""
         engine = importlib.import_module(self.package)
         return Path(next(iter(engine.__path__))), engine.__version__
+
+    def on_disk(self) -> tuple[Path, str] | None:
+        """Return the package directory and the version of the engine beside this process, or None; does not import it.
+
+        A checkout without metadata has the version "unknown".
+        """
+        if not machine.installed(self.package):
+            return None
+        spec = importlib.util.find_spec(self.package)
+        assert spec is not None and spec.submodule_search_locations, f"{self.package} is a package"
+        version = machine.version(self.subject) or machine.version(f"{self.subject}-cpu") or "unknown"
+        return Path(spec.submodule_search_locations[0]), version
+
+    def require_names(self) -> None:
+        """Require that the engine beside this process has the names that alignkit relies on, if there is an engine.
+
+        For a process that starts workers and runs no engine. The workers require a validated or proved version too,
+        which depends on their GPU.
+
+        Raises:
+            UnsupportedError: a name is missing.
+        """
+        if (found := self.on_disk()) is not None:
+            self.inspect(*found)
 
     def inspect_installed(self) -> None:
         """Inspect the installed engine, so that processes forked later need not."""

@@ -12,6 +12,19 @@ from alignkit.engines import patch as engine_patch
 from alignkit.integrations.importing import WhenImported
 
 
+def require_engines() -> None:
+    """Require, in a process that starts workers, that alignkit fits the vLLM and the Megatron-core beside it.
+
+    Raises:
+        UnsupportedError: an engine lacks names that alignkit relies on, as versions that are too old do.
+    """
+    from alignkit.megatron.versions import VERSIONS as MEGATRON
+    from alignkit.vllm.versions import VERSIONS as VLLM
+
+    for versions in (VLLM, MEGATRON):
+        versions.require_names()
+
+
 class Framework(engine_patch.Patch):
     """Handle of the patch of a framework and its engines in this process; `undo` restores both."""
 

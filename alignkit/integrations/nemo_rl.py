@@ -20,7 +20,7 @@ import torch
 import alignkit
 from alignkit.config import Config
 from alignkit.errors import UnsupportedError
-from alignkit.integrations.framework import Framework
+from alignkit.integrations.framework import Framework, require_engines
 from alignkit.integrations.functions import require_tested
 
 ENV = Config.vllm.name
@@ -40,6 +40,7 @@ class Patch(Framework):
                 "nemo_rl.distributed.model_utils": self._logprobs,
                 "nemo_rl.models.megatron.train": self._temperature,
                 "nemo_rl.models.megatron.setup": self._models,
+                "nemo_rl.models.generation.vllm": lambda module: require_engines(),  # in the trainer too
             }
         )
 

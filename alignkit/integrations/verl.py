@@ -24,7 +24,7 @@ from alignkit import ops
 from alignkit.dist import TP
 from alignkit.engines.hook_points import HookPoint, unresolved
 from alignkit.errors import UnsupportedError
-from alignkit.integrations.framework import Framework
+from alignkit.integrations.framework import Framework, require_engines
 from alignkit.integrations.functions import require_tested
 from alignkit.integrations.recipe import check
 
@@ -125,6 +125,7 @@ class Patch(Framework):
 
             config: Any = OmegaConf.to_container(self.config, resolve=True)
             check("verl", config)
+            require_engines()
             return stock(self, *args, **kwargs)
 
         self.replace(trainer, name, checked)

@@ -77,6 +77,8 @@ def package(tmp_path_factory):
         "nemo_rl/distributed/model_utils.py": MODEL_UTILS,
         "nemo_rl/models/__init__.py": "",
         "nemo_rl/models/megatron/__init__.py": "",
+        "nemo_rl/models/generation/__init__.py": "",
+        "nemo_rl/models/generation/vllm/__init__.py": "",
         "nemo_rl/models/megatron/setup.py": SETUP,
     }.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -145,6 +147,21 @@ def test_the_startup_hook_aligns_a_process(package, path):
     assert "top_p" in found["error"]
     assert found["of"] == 117
     assert set(found["differing"].values()) == {0} and found["has_gradient"], found
+
+
+def test_a_trainer_beside_an_old_engine_is_rejected(package, tmp_path):
+    """The trainer imports the module that starts vLLM's workers, and never vLLM."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise AssertionError('imported')")
+    metadata = tmp_path / "vllm-0.20.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.20.0\n")
+    path = os.pathsep.join(map(str, (Path(startup.__file__).parent, package, tmp_path, ROOT)))
+    code = "import nemo_rl, nemo_rl.models.generation.vllm"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode and "UnsupportedError: vLLM 0.20.0: these names are missing or changed" in done.stderr
 
 
 def test_the_startup_hook_imports_nothing_without_nemo_rl():

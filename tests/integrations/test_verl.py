@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -248,6 +249,23 @@ def test_an_unsupported_recipe_is_rejected_before_a_worker_starts(verl):
         verl(_start_trainer, recipe)
     with pytest.raises(UnsupportedError, match=r"actor_rollout_ref\.rollout\.top_p=0\.9: unsupported"):
         verl(_start_trainer, [*recipe, "actor_rollout_ref.rollout.top_p=0.9"])
+
+
+def _start_trainer_beside_an_old_engine(state, package, overrides):
+    from alignkit.vllm.versions import VERSIONS
+
+    found = (Path(package), "0.20.0")
+    with mock.patch.object(type(VERSIONS), "on_disk", lambda self: found if self is VERSIONS else None):
+        _start_trainer(state, overrides)
+
+
+def test_an_engine_that_alignkit_does_not_fit_is_rejected_before_a_worker_starts(verl, tmp_path):
+    (tmp_path / "__init__.py").touch()
+    recipe = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=Qwen/Qwen3-8B"]
+    with pytest.raises(
+        UnsupportedError, match=r"vLLM 0\.20\.0: these names are missing or changed: .* Validated: 0\.24"
+    ):
+        verl(_start_trainer_beside_an_old_engine, str(tmp_path), recipe)
 
 
 def _require_tested_functions(state):

@@ -13,7 +13,7 @@ import zipfile
 
 import pytest
 
-from alignkit.engines import closed_world, hook_points
+from alignkit.engines import hook_points
 from alignkit.engines.versions import PROVED, UNPROVED, digest, training_check
 from alignkit.errors import UnsupportedError
 from alignkit.megatron.versions import VALIDATED, VERSIONS
