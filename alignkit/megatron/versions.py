@@ -32,16 +32,26 @@ def derive(names: Names) -> Version:
     return Version(hook=names.has("output_processor"))
 
 
-VALIDATED = {
+RELEASES = {
     "0.16.1": "44b622f9de8229a74030bd65",
+    "0.17.0": "15ce4744e617b81c12d91ac4",
     "0.17.1": "222501341b266307a670d598",
     "0.18.2": "b936d58276a6225b7461bf08",
+    "0.19.0": "e375d5019175a75866c2c159",
     "0.19.2": "cb8ba524db8aab59f8c12044",
 }
-"""Versions with which all tests passed -> hash of their files with hook points (tests/megatron/test_hook_points.py).
+"""Validated releases -> hash of their files with hook points (tests/megatron/test_hook_points.py).
 
 Versions with equal files are one entry: 0.16.0 and 0.16.1, 0.18.0 to 0.18.2.
 """
+COMMITS = {
+    "0.19.0 (71e418e)": "93048de45afd88be0da8b873",  # SkyRL's
+    "0.20.0 (14346b6)": "c40735787741d7fca33da39b",  # NeMo-RL's
+    "0.20.0 (d98e8a6)": "149a3e1a550ec2575c6f1bda",
+}
+"""The same for commits, whose sources the tests do not have: benchmarks/results/versions.jsonl has their runs."""
+VALIDATED = RELEASES | COMMITS
+"""Versions of which benchmarks/versions.py has shown bit-equal logprobs."""
 
 VERSIONS: Versions[Version] = Versions(
     "Megatron-core",

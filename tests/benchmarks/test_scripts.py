@@ -23,7 +23,9 @@ import torch
 from alignkit.integrations.recipe.engines import vllm_refusal
 from alignkit.jobs.model import make_checkpoint
 from alignkit.jobs.train import check_layout
+from alignkit.megatron import versions as megatron_versions
 from alignkit.models.config import Architecture
+from alignkit.vllm import versions as vllm_versions
 from tests.benchmarks import stored
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -296,9 +298,15 @@ def test_versions_merge_a_row_for_each_pair_of_versions(module, tables, monkeypa
     assert status == 2 and made["rows"][1]["failed"] == {failing[0]: "why"} and len(made["rows"][1]["pairs"]) == 11
     made["rows"][0]["bit_equal"] = 192
     assert tables.versions(made).splitlines()[2:] == [
-        "| 0.32.0 | 0.16.1 | CPU | 3.12.1, 2.13.0 | 12 | **192 of 192** | abc, 2030-01-01 |",
-        f"| 0.32.0 | 0.19.2 | CPU | 3.12.1, 2.13.0 | 11 | 176 of 176; {failing[0]} failed | abc, 2030-01-01 |",
+        "| 0.32.0 | 0.16.1 | CPU | provable | 3.12.1, 2.13.0 | 12 | **192 of 192** | abc, 2030-01-01 |",
+        f"| 0.32.0 | 0.19.2 | CPU | rejected | 3.12.1, 2.13.0 | 11 | 176 of 176; {failing[0]} failed |"
+        " abc, 2030-01-01 |",
     ]
+    made["rows"][0]["files"] = {
+        "vllm": next(iter(vllm_versions.VALIDATED.values())),
+        "megatron": next(iter(megatron_versions.VALIDATED.values())),
+    }
+    assert tables.versions(made).splitlines()[2].split(" | ")[3] == "validated"
 
 
 # cost

@@ -20,6 +20,7 @@ from alignkit.errors import UnsupportedError
 from alignkit.runtime.certificates import RUNNING, Certificate
 from alignkit.runtime.families import CPU, SM90
 from alignkit.vllm.versions import VALIDATED, VERSIONS, derive, resolve
+from tests.fetch_engines import versions
 
 
 def installed():
@@ -63,8 +64,9 @@ def _function(version):
 
 
 @pytest.mark.parametrize("family", [CPU, SM90], ids=lambda f: f.name)
-def test_a_version_that_is_not_validated_has_every_hook_point(family, tmp_path):
-    names, facts = names_of(wheel_root("0.33.0", tmp_path), family)
+@pytest.mark.parametrize("version", [v for v in versions("vllm") if f"{v} on cuda" not in VALIDATED])
+def test_a_version_that_is_not_validated_has_every_hook_point(version, family, tmp_path):
+    names, facts = names_of(wheel_root(version, tmp_path), family)
     assert names.missing == [] and unknown_users(names.root, VERSIONS.users) == []
     assert facts.client_error == "vllm.exceptions:VLLMClientError" and digest(names) not in VALIDATED.values()
 

@@ -9,6 +9,8 @@ import ast
 import pytest
 
 from alignkit.vllm.policy import PARTS, REQUEST
+from alignkit.vllm.versions import VALIDATED
+from tests.fetch_engines import versions
 from tests.vllm.test_hook_points import installed, wheel_root
 
 FILES = {"": ("vllm", "VllmConfig"), "compilation_config.pass_config": ("compilation", "PassConfig")} | {
@@ -26,6 +28,8 @@ AT_DEFAULT = {
 }
 """Fields that change numerics, are in no table, and are off by default in vLLM."""
 
+VLLM = versions("vllm")
+
 
 def fields(file, name):
     """Return the names of the class's fields from the source."""
@@ -37,7 +41,7 @@ def fields(file, name):
     }
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "installed"])
+@pytest.mark.parametrize("version", [*(v for v in VLLM if f"{v} on cuda" in VALIDATED), "installed"])
 def test_every_configuration_field_is_classified(version, tmp_path):
     assert {part for part, _ in PARTS} == FILES.keys()
     root, unknown = installed() if version == "installed" else wheel_root(version, tmp_path), set()
@@ -49,7 +53,7 @@ def test_every_configuration_field_is_classified(version, tmp_path):
     assert unknown <= AT_DEFAULT
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "0.33.0", "installed"])
+@pytest.mark.parametrize("version", [*VLLM, "installed"])
 def test_every_field_of_a_request_is_classified(version, tmp_path):
     """A new field of SamplingParams fails here until it is known to leave logprobs as they are, or is labeled."""
     root = installed() if version == "installed" else wheel_root(version, tmp_path)

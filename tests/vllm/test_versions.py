@@ -15,6 +15,7 @@ import pytest
 
 from alignkit.runtime.certificates import RUNNING
 from alignkit.testing import free_port
+from tests.fetch_engines import versions
 from tests.vllm.overlay import make_overlay
 from tests.vllm.settings import ENV
 from tests.vllm.test_hook_points import wheel_root
@@ -49,7 +50,7 @@ def expected(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen2_moe"])
-@pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "0.33.0"])
+@pytest.mark.parametrize("version", versions("vllm"))
 def test_other_versions_give_the_bits_of_the_installed_version(version, arch, expected, checkpoint, tmp_path):
     overlay = make_overlay(wheel_root(version, tmp_path), version, tmp_path / "overlay")
     answers = run(checkpoint(arch=arch), tmp_path / "answers.json", overlay)
