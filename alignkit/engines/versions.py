@@ -205,6 +205,13 @@ class Versions(Generic[Facts]):
             return VALIDATED
         return UNPROVED if self._rejection(root, version, checks) else PROVED
 
+    def evidence(self, root: Path, version: str) -> str:
+        """Return what an accepted engine was accepted by, as text: equal on all machines that may work together."""
+        found = self.inspect(root, version)[1]
+        if found in self.validated.values() or certificates.proving():
+            return f"files {found}"
+        return f"certificate {certificates.require(self.subject, self.key(root, version), ()).digest}"
+
     def require(self, root: Path, version: str, checks: Iterable[str] = ()) -> Facts:
         """Return the facts of the engine at `root`.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from . import state
+from . import state, versions
 from .models import pattern
 
 FIELDS = (
@@ -67,6 +67,7 @@ def settings(model) -> dict[str, str]:
         "share_embeddings_and_output_weights": repr(bool(model.share_embeddings_and_output_weights)),
         # Recomputation runs the forward's collectives again in the backward pass, but only in training.
         "training with recomputation": repr(model.training and config.recompute_granularity is not None),
+        "Megatron-core": versions.evidence(),
     } | {name: str(getattr(config, name)) for name in FIELDS}
 
 

@@ -81,3 +81,8 @@ def installed(*checks: str) -> Version:
     checks: names of the checks that its certificate must have if it is not validated.
     """
     return VERSIONS.installed(*checks)
+
+
+def evidence() -> str:
+    """Return what the installed Megatron-core was accepted by, which all ranks must agree on."""
+    return VERSIONS.evidence(*VERSIONS.found())

@@ -6,11 +6,13 @@
 import contextlib
 import inspect
 import itertools
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from alignkit.convert import read_architecture
-from alignkit.megatron import logprobs, patch_megatron
+from alignkit.megatron import logprobs, patch_megatron, versions
 from alignkit.megatron.build import whole
 from alignkit.megatron.cpu import cpu_host
 from tests.megatron import workers
@@ -127,6 +129,13 @@ def pipeline(_, model_dir, dtype, rows, how, fields, *, micro_batches=2, packed=
         for model in models:
             grads |= whole_grads(model, arch)
         return list(outputs) or None, grads
+
+
+def pipeline_beside_another_megatron(rank, *given, **options):
+    """Run `pipeline`; on the last rank, pretend that its Megatron-core is another one, which was proved there."""
+    other = {"return_value": "certificate 12ab"} if dist.get_rank() == dist.get_world_size() - 1 else {}
+    with mock.patch.object(versions, "evidence", **(other or {"wraps": versions.evidence})):
+        return pipeline(rank, *given, **options)
 
 
 def micro_batch(rows, multiple, longest, packed):

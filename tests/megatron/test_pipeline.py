@@ -144,6 +144,15 @@ def test_invalid_setting_on_one_stage_raises_on_all_ranks(change, kind, named, h
         assert isinstance(outcome, Failed) and outcome.kind is kind and named in outcome.message, outcome
 
 
+def test_ranks_with_different_versions_of_megatron_raise(checkpoint, rows, two):
+    """A version counts by its files, or by the certificate that proves it on the rank's machine."""
+    given = checkpoint("qwen3", torch.bfloat16, **FOUR), torch.bfloat16, rows
+    run = partial(layouts.pipeline_beside_another_megatron, how=dict(pp=2), fields={})
+    for outcome in two.outcomes(2, run, *given):
+        assert isinstance(outcome, Failed) and outcome.kind is InputError, outcome
+        assert "Megatron-core: must be equal on all ranks of the pipeline-parallel group" in outcome.message
+
+
 def test_stage_without_hidden_states_raises(checkpoint, two):
     first, last = two.outcomes(2, layouts.second_stage_without_schedule, checkpoint())
     assert first is None
