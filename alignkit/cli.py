@@ -555,10 +555,17 @@ def doctor(context, op, recipe, problem) -> int:
     metavar="N",
     help="Tensor-parallel size to prove in addition to size 1; at least 1.  [default: 2; 1 on a machine with one GPU]",
 )
+@click.option(
+    "--model",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="HF checkpoint whose family is proved, and at whose sizes all kernels of a GPU are compared. Only its"
+    " config.json is read.",
+)
 @click.option("--ops", is_flag=True, help="Prove the ops alone, without engines.")
 @out_option("prove")
 @timeout_option
-def prove(families, tp, ops, out, timeout) -> int:
+def prove(families, tp, model, ops, out, timeout) -> int:
     """Prove on this machine that versions and a GPU that alignkit does not know keep the bits.
 
     Tests the ops like `alignkit doctor`. Then samples tokens with aligned vLLM, recomputes their logprobs with aligned
@@ -571,8 +578,8 @@ def prove(families, tp, ops, out, timeout) -> int:
     from . import prove as proofs
     from .jobs.terminal import Terminal, console, interrupted_by_sigterm
 
-    options = proofs.Options(out, ops=ops, tp=tp, timeout=timeout)
-    options.families = list(dict.fromkeys(families)) or options.families
+    options = proofs.Options(out, model=model, ops=ops, tp=tp, timeout=timeout)
+    options.families = list(dict.fromkeys([*families, *proofs.families_of(model)])) or options.families
     screen = console()
     with interrupted_by_sigterm(), Terminal(screen) as progress:
         results = proofs.run(options, progress, _print_test)

@@ -39,7 +39,7 @@ def compare(device: torch.device, backend: str) -> str | None:
                         return f"{op}: the kernel {last.name} raised {type(e).__name__}: {e}"
                     if want is None:
                         return f"{op}: the trial {case[0]!r} does not call the operation"
-                    why = _failure(record, op, kernel, case, device, backend, want)
+                    why = failure(record, op, kernel, case, device, backend, want)
                     if why is not None:
                         prover.pass_over(op, kernel.name, kernel.backend, why)
                         break
@@ -60,20 +60,28 @@ def problem(record: Op, op: str, backend: str, words: str):
 
 
 def run(
-    record: Op, op: str, kernel: Kernel, case: Case, device: torch.device, backend: str
+    record: Op, op: str, kernel: Kernel, case: Case, device: torch.device, backend: str, inputs: type[Inputs] = Inputs
 ) -> list[torch.Tensor] | None:
+    """Return the results of a case by a forced kernel; None if the kernel was not selected."""
     words, dtype = case
     with dispatch.forced(op, kernel) as used:
-        found = record.trials[op].run(Inputs(device, dtype), problem(record, op, backend, words))
+        found = record.trials[op].run(inputs(device, dtype), problem(record, op, backend, words))
     return found if used else None
 
 
-def _failure(
-    record: Op, op: str, kernel: Kernel, case: Case, device: torch.device, backend: str, expected: list[torch.Tensor]
+def failure(
+    record: Op,
+    op: str,
+    kernel: Kernel,
+    case: Case,
+    device: torch.device,
+    backend: str,
+    expected: list[torch.Tensor],
+    inputs: type[Inputs] = Inputs,
 ) -> str | None:
     """Return how a kernel fails a case, or None."""
     try:
-        found = run(record, op, kernel, case, device, backend)
+        found = run(record, op, kernel, case, device, backend, inputs)
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     if found is None:
