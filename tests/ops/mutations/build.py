@@ -6,7 +6,6 @@ nowhere else. setup.py recompiles the mutated files alone, since a copy has the 
 
 from __future__ import annotations
 
-import io
 import lzma
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from .mutation import ROOT, Mutation, copy_package
 
 OBJECTS = "build/objects"
 LIBRARY = "alignkit/_sm90.so"
-COMPRESSION = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20}]
+COMPRESSION = [{"id": lzma.FILTER_LZMA2, "preset": 1, "dict_size": 64 << 20}]
 """Filters of the archive. The dictionary covers two libraries, so a library costs little more than its difference."""
 
 
@@ -38,14 +37,15 @@ def write_archive(file: Path, mutations: Iterable[Mutation]) -> None:
 
     Libraries are cached in ROOT/build/mutations, by the hash of their sources.
     """
+    built = []
+    for mutation in mutations:
+        built.append((mutation.file, library(mutation)))
+        print(mutation.file, flush=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     with lzma.open(file, "wb", filters=COMPRESSION) as xz, tarfile.open(fileobj=xz, mode="w|") as archive:
-        for mutation in mutations:
-            content = library(mutation).read_bytes()
-            member = tarfile.TarInfo(mutation.file)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-            print(f"{mutation.file}: {len(content)} bytes", flush=True)
+        for name, path in built:
+            archive.add(path, name)
+    print(f"{file}: {file.stat().st_size >> 10} KiB")
 
 
 def library(mutation: Mutation) -> Path:

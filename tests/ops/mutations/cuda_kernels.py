@@ -255,12 +255,6 @@ MUTATIONS = (
         noticed="head_statistics/cuda, head_gradient/cuda",
     ),
     of_cuda(
-        "head: statistics of fewer bits",
-        HEAD,
-        ("__float_as_uint(v + 1.0f); }", "__float_as_uint(__fadd_rz(v, 1.0f)); }"),
-        noticed="head_statistics/cuda",
-    ),
-    of_cuda(
         "head: gradient rounded before the temperature",
         HEAD,
         (
@@ -283,7 +277,10 @@ MUTATIONS = (
             "Tree<kLeaves / 2>::sum(consumer, acc, slices, saved);",
             "Tree<kLeaves - 1>::sum(consumer, acc, slices, saved);",
         ),
-        ("Tree<kLeaves / 2>::sum(consumer, right, slices, saved);", "Tree<1>::sum(consumer, right, slices, saved);"),
+        (
+            "Tree<kLeaves / 2>::sum(consumer, right, slices, saved);",
+            "Tree<kLeaves / kLeaves>::sum(consumer, right, slices, saved);",
+        ),
         ("template <>\nstruct Tree<8> {", "struct Tree8 {"),
         noticed="moe_products/many",
     ),

@@ -30,8 +30,8 @@ class Change:
 class Mutation:
     """Changes of a backend's kernels, and the golden functions and trials that must notice them.
 
-    A trial is named ``trial OPERATION/KERNEL``; a dtype may follow a golden function. On a GPU, only the golden cases and
-    trials in `noticed` run.
+    A trial is named ``trial OPERATION/KERNEL``; a dtype may follow a golden function. On a GPU, only the cases in
+    `noticed` run.
     """
 
     name: str

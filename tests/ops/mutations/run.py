@@ -82,7 +82,7 @@ def hashes(
         backend: Backend that computes.
         device: "cpu" or "cuda".
         wanted: Golden functions and trials; empty for all golden cases whose sums round.
-        libraries: Folder of the mutated CUDA libraries; None to build the library.
+        libraries: Folder of the mutated CUDA libraries; None to build the library, as for a missing one.
 
     Raises:
         RuntimeError: the program fails or exceeds SECONDS.
@@ -99,10 +99,10 @@ def hashes(
             sources = [str(folder / "csrc/cpu" / f"{name}.cpp") for name in ("api", "isa_generic", "others")]
             subprocess.run(["c++", *OPTIONS.split(), f"-I{folder}", *sources, "-o", library], check=True)
         if mutation is not None and mutation.backend == "cuda":
-            if libraries is None:
-                build.compile_library(folder)
+            if libraries is not None and (libraries / mutation.file).exists():
+                shutil.copy(libraries / mutation.file, folder / build.LIBRARY)
             else:
-                shutil.copy(libraries / mutation.file, folder / "alignkit/_sm90.so")
+                build.compile_library(folder)
         environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", PROGRAM, device, backend, library, *wanted]
         try:

@@ -365,7 +365,7 @@ MUTATIONS = (
         "moe_gated: k reversed",
         GROUPED,
         ("ks = s * BLOCK_K + tl.arange(0, BLOCK_K)", "ks = (STEPS - 1 - s) * BLOCK_K + tl.arange(0, BLOCK_K)"),
-        noticed="rounding_mixtures, moe_gated/grouped",
+        noticed="rounding_mixtures",
     ),
     of_triton(
         "moe_gradients: rows reversed",
@@ -378,7 +378,7 @@ MUTATIONS = (
             "i = first + s * BLOCK_R + tl.arange(0, BLOCK_R)",
             "i = first + (steps - s) * BLOCK_R - 1 - tl.arange(0, BLOCK_R)",
         ),
-        noticed="rounding_mixtures, moe_gradients/grouped",
+        noticed="rounding_mixtures",
     ),
     of_triton(
         "moe_products, moe_gradients, moe_gated: operands rounded to tf32",
