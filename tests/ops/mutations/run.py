@@ -112,7 +112,10 @@ def hashes(
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"exceeded {SECONDS} seconds") from None
     if done.returncode:
-        raise RuntimeError((done.stderr.strip() or "no message").splitlines()[-1])
+        lines = done.stderr.splitlines()
+        raise RuntimeError(
+            next((line for line in reversed(lines) if "Error" in line), f"exit status {done.returncode}")
+        )
     return json.loads(done.stdout)
 
 
