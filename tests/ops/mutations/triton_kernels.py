@@ -614,6 +614,15 @@ MUTATIONS = (
         noticed="rounding_mixtures",
     ),
     of_triton(
+        "sigmoid_mul: one chain instead of the tree",
+        HELPERS,
+        (
+            "    while parts.shape[-1] > 1:\n        parts = parts[..., ::2] + parts[..., 1::2]\n    return parts[..., 0]",
+            "    total = parts[..., 0]\n    for i in range(1, n):\n        total = total + parts[..., i]\n    return total",
+        ),
+        noticed="rounding_mixtures",
+    ),
+    of_triton(
         "sigmoid_mul: subnormal operands flushed",
         SIGMOID,
         (
