@@ -617,8 +617,10 @@ MUTATIONS = (
         "sigmoid_mul: one chain instead of the tree",
         HELPERS,
         (
-            "    while parts.shape[-1] > 1:\n        parts = parts[..., ::2] + parts[..., 1::2]\n    return parts[..., 0]",
-            "    total = parts[..., 0]\n    for i in range(1, n):\n        total = total + parts[..., i]\n    return total",
+            "    while parts.shape[-1] > 1:\n        parts = parts[..., ::2] + parts[..., 1::2]\n"
+            "    return parts[..., 0]",
+            "    total = parts[..., 0]\n    for i in range(1, n):\n        total = total + parts[..., i]\n"
+            "    return total",
         ),
         noticed="rounding_mixtures",
     ),
