@@ -67,9 +67,10 @@ gpu-check: kernels
 	$(GPU) -m alignkit.cli check $(CHECK_ARGS) --out check-results
 	mkdir -p $(RESULTS) && cp check-results/check.json check-results/run.json $(RESULTS)
 
-# Mutations of the Triton kernels, and the golden cases that notice them.
+# Mutations of the Triton and CUDA kernels, and the golden cases and trials that notice them. `python -m
+# tests.ops.mutations build FILE` builds the mutated libraries without a GPU, for MUTATIONS_ARGS="--libraries FILE".
 gpu-mutations: kernels
-	$(GPU) -m tests.ops.mutations cuda
+	$(GPU) -m tests.ops.mutations cuda $(MUTATIONS_ARGS)
 
 # All measurements of one GPU, one after the other. Without a target: benchmarks/attention_schedules.py, fit_linear.py,
 # before_after.py.

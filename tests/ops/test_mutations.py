@@ -1,15 +1,16 @@
-"""The self-test notices mutated kernels (mutations.py): a few in `make test`, the others in `make test-slow`."""
+"""The self-test notices mutated kernels (mutations/): a few in `make test`, the others in `make test-slow`."""
 
 import functools
 
 import pytest
 
 from .helpers import CPU
-from .mutations import CPP, MUTATIONS, hashes, missing, noticed, of_device
+from .mutations.mutation import ROOT
+from .mutations.run import MUTATIONS, hashes, noticed, of_device
 
 pytestmark = pytest.mark.skipif(not CPU, reason="`make gpu-mutations` mutates the kernels of a GPU")
 FIRST = ("k reversed", "leaves added in order", "lanes added by neighbors")
-"""Mutations of `make test`."""
+"""Mutations of the C++ kernels in `make test`."""
 
 
 @functools.cache
@@ -20,16 +21,31 @@ def baseline(backend: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     "mutation",
     [
-        pytest.param(each, marks=() if each.file == CPP and each.name in FIRST else pytest.mark.slow)
+        pytest.param(each, marks=() if each.backend == "cpu" and each.name in FIRST else pytest.mark.slow)
         for each in of_device("cpu")
     ],
     ids=lambda each: f"{each.backend}: {each.name}",
 )
 def test_golden_bits_notice_a_mutation(mutation):
     found = noticed(mutation, baseline(mutation.backend), "cpu")
-    assert not missing(mutation, found), found
+    assert not mutation.missing(found), found
 
 
 def test_every_mutation_names_the_cases_that_notice_it():
     assert all(each.noticed for each in MUTATIONS)
     assert len({(each.backend, each.name) for each in MUTATIONS}) == len(MUTATIONS)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_mutations_of_a_gpu_match_the_sources(backend):
+    for each in (each for each in MUTATIONS if each.backend == backend):
+        for change in each.changes:
+            assert (ROOT / change.file).read_text().count(change.old) == change.times, (each.name, change.old)
+
+
+def test_every_trial_of_a_mutation_exists():
+    from alignkit.ops.registry import RECORDS
+
+    kernels = {f"{op}/{kernel.name}" for record in RECORDS for op in record.kernels for kernel in record.kernels[op]}
+    trials = {case.removeprefix("trial ") for each in MUTATIONS for case in each.noticed if case.startswith("trial ")}
+    assert trials <= kernels

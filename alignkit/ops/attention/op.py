@@ -216,7 +216,10 @@ OP = Op(
                 _trial,
                 {
                     "": tuple(f"rows=14 heads=2 kv_heads=1 head_dim=8 seqs=2 dtype={t}" for t in ("bf16", "fp32")),
-                    "cuda": ("rows=700 heads=4 kv_heads=2 head_dim=64 seqs=2",),
+                    "cuda": (
+                        "rows=700 heads=4 kv_heads=2 head_dim=64 seqs=2",
+                        "rows=300 heads=2 kv_heads=1 head_dim=256 seqs=2",
+                    ),
                 },
             ),
         ),

@@ -199,9 +199,13 @@ OP = Op(
             _trial,
             {
                 "": ("rows=9 k=96 n=20 leaves=2 bias=yes", "rows=9 k=96 n=20 dtype=fp32 out_dtype=fp32"),
-                "tree": ("rows=40 k=1024 n=512 leaves=8 bias=yes", "rows=200 k=2048 n=512 leaves=8 out_dtype=fp32"),
+                "tree": (
+                    "rows=40 k=1024 n=512 leaves=8 bias=yes",
+                    "rows=40 k=1024 n=512 leaves=8 out_dtype=fp32",
+                    "rows=200 k=2048 n=512 leaves=8 out_dtype=fp32",
+                ),
                 "few": ("rows=20 k=64 n=16896 out_dtype=fp32",),
-                "narrow": ("rows=20 k=2064 n=72 bias=yes",),
+                "narrow": ("rows=20 k=2064 n=72 bias=yes", "rows=20 k=2064 n=72 out_dtype=fp32"),
                 "cublaslt": ("rows=200 k=512 n=256 bias=yes",),
                 "hopper": (  # a chain, split tiles, whole tiles
                     "rows=300 k=512 n=512 bias=yes",

@@ -235,8 +235,8 @@ OP = Op(
             _trial,
             {
                 "": ("rows=9 k=32 n=16 experts=3 leaves=2",),
-                "many": ("rows=130 k=128 n=64 experts=2 leaves=8",),
-                "few": ("rows=20 k=128 n=64 experts=4 leaves=8",),
+                "many": ("rows=1000 k=128 n=256 experts=2 leaves=8",),
+                "few": ("rows=20 k=128 n=2048 experts=4 leaves=8",),
                 "grouped": ("rows=40 k=128 n=64 experts=4 leaves=8",),
             },
         ),
@@ -244,7 +244,7 @@ OP = Op(
             _trial,
             {
                 "": ("rows=9 k=16 n=32 experts=3",),
-                "many": ("rows=200 k=64 n=64 experts=2",),
+                "many": ("rows=4000 k=64 n=512 experts=2",),
                 "grouped": ("rows=40 k=64 n=64 experts=4",),
             },
         ),
@@ -252,7 +252,7 @@ OP = Op(
             _trial,
             {
                 "": ("rows=9 k=16 n=32 experts=3",),
-                "many": ("rows=100 k=64 n=64 experts=2",),
+                "many": ("rows=300 k=64 n=256 experts=2",),
                 "grouped": ("rows=40 k=64 n=64 experts=4",),
             },
         ),
