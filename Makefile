@@ -1,11 +1,13 @@
 # make check: the drift check on this machine's CPU.  make test: the tests.  make test-slow: the slowest tests.
 # make lint: ruff, pyright, spelling and wording.  make docs: the documentation site.  make tables: its generated tables.
 # These targets set up .venv first.  The gpu-* targets and make kernels use the installed python3 instead.
-PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
-  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 VERSION = $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 REQUIREMENTS = requirements/cpu-py$(VERSION).txt
+# Megatron-Bridge 0.6.2 and verl 0.9.1 are pure Python and declare Python < 3.13.
+PIP_PINNED = --quiet --no-deps $(if $(filter 313,$(VERSION)),--ignore-requires-python)
 STAMP = $(VENV)/.installed
 CHECK_ARGS ?=
 TEST_ARGS ?=
@@ -83,7 +85,7 @@ $(ENGINES)/.fetched: tests/fetch_engines.py | setup
 
 # verl and its imports, in a folder that only its tests use.
 $(FRAMEWORKS)/.fetched: requirements/frameworks.txt | setup
-	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(FRAMEWORKS) -r requirements/frameworks.txt
+	$(VENV)/bin/python -m pip install $(PIP_PINNED) --upgrade --target $(FRAMEWORKS) -r requirements/frameworks.txt
 	touch $@
 
 # The tables of README.md and docs, and the plots, generated from benchmarks/results.
@@ -98,10 +100,10 @@ screenshots: setup
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py alignkit/__init__.py alignkit/_sources.py requirements/*.txt alignkit/runtime/kernels.h $(wildcard csrc/*.h csrc/cpu/* csrc/sm90/*.* csrc/sm90/*/*)
-	@test -n "$(PYTHON)" || { echo "alignkit needs Python 3.11 or 3.12 on the PATH (or: make PYTHON=...)"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "alignkit needs Python 3.11, 3.12 or 3.13 on the PATH (or: make PYTHON=...)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
-	$(VENV)/bin/python -m pip install --quiet --no-deps -r $(REQUIREMENTS) -r requirements/docs.txt
+	$(VENV)/bin/python -m pip install $(PIP_PINNED) -r $(REQUIREMENTS) -r requirements/docs.txt
 	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
 

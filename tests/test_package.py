@@ -234,13 +234,13 @@ def test_wheel_has_the_package_and_kernels_for_every_python(release):
     name, version, python_tag, abi, platform = release.wheel.name.removesuffix(".whl").split("-")
     assert (name, version, python_tag, abi) == ("alignkit", alignkit.__version__, "py3", "none")
     assert platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    for minor in (11, 12):
+    for minor in (11, 12, 13):
         assert Tag(python_tag, abi, platform) in set(compatible_tags((3, minor), platforms=[platform]))
     with zipfile.ZipFile(release.wheel) as opened:
         inside = opened.namelist()
         metadata = opened.read(f"alignkit-{version}.dist-info/METADATA").decode()
         libraries = [opened.extract(n, release.wheel.parent / "libraries") for n in inside if n.endswith(".so")]
-    assert f"\nVersion: {version}\n" in metadata and "\nRequires-Python: <3.13,>=3.11\n" in metadata
+    assert f"\nVersion: {version}\n" in metadata and "\nRequires-Python: <3.14,>=3.11\n" in metadata
     # The wheel has all tracked files of the package, what the build adds, and nothing else.
     added = ADDED | ({"_sm90.so"} if release.cuda else set())
     assert under("alignkit", inside) == under("alignkit", tracked()) | added

