@@ -36,8 +36,8 @@ def test_every_mutation_names_the_cases_that_notice_it():
     assert len({(each.backend, each.name) for each in MUTATIONS}) == len(MUTATIONS)
 
 
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_mutations_of_a_gpu_match_the_sources(backend):
+@pytest.mark.parametrize("backend", ["cpu", "reference", "triton", "cuda"])
+def test_mutations_match_the_sources(backend):
     for each in (each for each in MUTATIONS if each.backend == backend):
         for change in each.changes:
             assert (ROOT / change.file).read_text().count(change.old) == change.times, (each.name, change.old)
