@@ -67,8 +67,8 @@ def _fla(s: Source) -> Sample:
     given = sample.given
     dropped = ("num_chunks", "need_dh0", "state_v_first", "base2")
     _, _, v_first, base2 = (given.pop(name).value for name in dropped)
-    for name in ("g", "gk", "dht"):
-        given[name].dtypes = HALVES
+    for name in ("g", "gk", "dht"):  # converted, each by itself
+        given[name].dtypes, given[name].group = HALVES, name
     given |= {
         "chunk_size": Scalar(64, "positive int", bad=(32, 128)),
         "state_v_first": Scalar(v_first, "flag"),
