@@ -33,7 +33,9 @@ __all__ = [
     "check_ep",
     "check_weights",
     "merge_qkv",
+    "rank_weights",
     "read_architecture",
+    "shard_rows",
     "split_qkv",
     "to_hf",
     "to_megatron",
@@ -148,20 +150,8 @@ def to_megatron(
     check_weights(arch, weights)
 
     def shard(weight: Weight, tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-        def chunk(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-            return tensor.chunk(size, dim)[rank].contiguous().to(dtype or tensor.dtype)
-
-        first = tensors[0]
-        if weight.sharding == "vocabulary":
-            padding = first.new_zeros(arch.padded_vocab(size) - arch.vocab, arch.hidden)
-            return chunk(torch.cat([first, padding]))
-        if weight.sharding == "kv groups":
-            return chunk(merge_qkv(arch, *tensors))
-        if weight.sharding == "gate and up":
-            return torch.cat([chunk(tensor) for tensor in tensors])
-        if weight.sharding == "columns":
-            return chunk(first, 1)
-        return first.float() if weight.fp32 else first.to(dtype or first.dtype)
+        found = _shard(arch, weight, tensors, rank, size)
+        return found.float() if weight.fp32 else found.to(dtype or found.dtype)
 
     state_dict = {}
     for weight, shapes, name in arch.weights():
@@ -175,6 +165,39 @@ def to_megatron(
             weight, [weights[hf] for hf in shapes], rank, size
         )
     return state_dict
+
+
+def _shard(arch: Architecture, weight: Weight, tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+    """Return a rank's shard of a weight from its whole HF tensors."""
+
+    def chunk(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        return tensor.chunk(size, dim)[rank].contiguous()
+
+    first = tensors[0]
+    if weight.sharding == "vocabulary":
+        return chunk(torch.cat([first, first.new_zeros(arch.padded_vocab(size) - arch.vocab, *first.shape[1:])]))
+    if weight.sharding == "kv groups":
+        return chunk(merge_qkv(arch, *tensors))
+    if weight.sharding == "gate and up":
+        return torch.cat([chunk(tensor) for tensor in tensors])
+    return chunk(first, 1) if weight.sharding == "columns" else first
+
+
+def shard_rows(arch: Architecture, weight: Weight, sizes: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
+    """Return the numbers of the rows of a rank's shard, as `identity.weights.Shard` counts them: int64 [R].
+
+    Args:
+        arch: The model's architecture.
+        weight: A weight that is not sharded by columns, or one that is, whose ranks have all rows.
+        sizes: Rows of its HF tensors.
+        rank: Tensor-parallel rank.
+        size: Tensor-parallel size.
+    """
+    numbers, first = [], 1  # 0 marks padding
+    for rows in sizes:
+        numbers.append(torch.arange(first, first + rows))
+        first += rows + 1
+    return (numbers[0] if weight.sharding == "columns" else _shard(arch, weight, numbers, rank, size)) - 1
 
 
 def to_hf(
@@ -195,15 +218,7 @@ def to_hf(
     Raises:
         UnsupportedError: If a name is not one that `to_megatron` returns.
     """
-    check_ep(arch, ep_size)
-    known: dict[str, list[tuple[Weight, list[str]]]] = {}
-    for weight, shapes, name in arch.weights():
-        whole = weight, list(shapes)
-        if (expert := _expert_index(name)) is None:
-            known[name] = known[_fused_name(arch, weight, name)] = [whole]
-            continue
-        for grouped in (False, True):
-            known.setdefault(_rank_name(name, expert % (arch.experts // ep_size), grouped), []).append(whole)
+    known = rank_weights(arch, ep_size)
     for name in names:
         if name not in known:
             raise UnsupportedError(f"names: must be Megatron's names of {arch.family} weights, got {name!r}")
@@ -211,6 +226,23 @@ def to_hf(
         each = len(parts) // len(known[name])
         for i, (weight, hf) in enumerate(known[name]):
             yield from zip(hf, _merge_shards(arch, weight, parts[i * each : (i + 1) * each]), strict=True)
+
+
+def rank_weights(arch: Architecture, ep_size: int = 1) -> dict[str, list[tuple[Weight, dict[str, tuple[int, ...]]]]]:
+    """Return Megatron's names of both layer specs -> weights with the shapes of their HF tensors.
+
+    An expert's weight has an entry for each expert-parallel rank, in rank order; any other weight has one.
+    """
+    check_ep(arch, ep_size)
+    known: dict[str, list[tuple[Weight, dict[str, tuple[int, ...]]]]] = {}
+    for weight, shapes, name in arch.weights():
+        if (expert := _expert_index(name)) is None:
+            known[name] = known[_fused_name(arch, weight, name)] = [(weight, shapes)]
+            continue
+        for grouped in (False, True):
+            own = _rank_name(name, expert % (arch.experts // ep_size), grouped)
+            known.setdefault(own, []).append((weight, shapes))
+    return known
 
 
 def check_ep(arch: Architecture, ep_size: int) -> None:

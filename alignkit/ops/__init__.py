@@ -7,6 +7,7 @@ calls; the ops in `__all__` are whole steps of a model.
 
 from ..runtime import dispatch
 from .attention import attention, paged_attention
+from .bit_sums import bit_sums
 from .linear import linear, row_parallel_linear
 from .linear_logp import head_logits, linear_logp, log_softmax, logp_from_logits, token_logp
 from .moe_experts import moe_experts
@@ -21,6 +22,7 @@ from . import registry  # isort: skip - after the functions, which the records u
 
 __all__ = [
     "attention",
+    "bit_sums",
     "head_logits",
     "linear",
     "linear_logp",

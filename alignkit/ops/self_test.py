@@ -44,7 +44,7 @@ def difference(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tens
     for a, b in zip(got, want, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{label}: expected {b.dtype} {list(b.shape)}, got {a.dtype} {list(a.shape)}"
-        bits = torch.int32 if a.dtype == torch.float32 else torch.int16
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
         wrong = (a.contiguous().view(bits) != b.contiguous().view(bits)).nonzero()
         if len(wrong):
             index = tuple(wrong[0].tolist())

@@ -29,6 +29,7 @@ ALIGNKIT_ENTRY(silu_mul, (i64 rows, i64 n, int dtype, const void* g, i64 ldg, co
     int threads))
 ALIGNKIT_ENTRY(silu_mul_grad, (i64 rows, i64 n, int dtype, const void* g, i64 ldg, const void* u, i64 ldu,
     const void* dy, void* dg, i64 lddg, void* du, i64 lddu, int threads))
+ALIGNKIT_ENTRY(bit_sums, (i64 rows, i64 n, int bytes, const void* x, i64 ldx, const i64* w, i64* out, int threads))
 ALIGNKIT_ENTRY(sigmoid_mul, (i64 rows, i64 n, int dtype, const float* gate, const void* x, void* y, int threads))
 ALIGNKIT_ENTRY(sigmoid_mul_grad, (i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy,
     float* dgate, void* dx, int threads))

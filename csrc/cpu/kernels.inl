@@ -555,6 +555,22 @@ static void silu_mul(i64 rows, i64 n, int dtype, const void* g, i64 ldg, const v
     else silu_mul_t(rows, n, (const bf16*)g, ldg, (const bf16*)u, ldu, (bf16*)y, threads);
 }
 
+// out[r] <- sum of bits(x[r, j]) * w[j], modulo 2^64.
+template <class T>
+static void bit_sums_t(i64 rows, i64 n, const T* x, i64 ldx, const uint64_t* w, uint64_t* out, int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        uint64_t sum = 0;
+        for (i64 j = 0; j < n; ++j) sum += uint64_t{x[r * ldx + j]} * w[j];
+        out[r] = sum;
+    });
+}
+
+static void bit_sums(i64 rows, i64 n, int bytes, const void* x, i64 ldx, const i64* w, i64* out, int threads) {
+    const uint64_t* weights = (const uint64_t*)w;
+    if (bytes == 4) bit_sums_t(rows, n, (const uint32_t*)x, ldx, weights, (uint64_t*)out, threads);
+    else bit_sums_t(rows, n, (const uint16_t*)x, ldx, weights, (uint64_t*)out, threads);
+}
+
 template <class T>
 static void silu_mul_grad_t(i64 rows, i64 n, const T* g, i64 ldg, const T* u, i64 ldu, const T* dy, T* dg, i64 lddg,
                             T* du, i64 lddu, int threads) {

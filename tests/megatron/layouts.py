@@ -15,6 +15,7 @@ from alignkit.convert import read_architecture
 from alignkit.megatron import logprobs, patch_megatron, versions
 from alignkit.megatron.build import whole
 from alignkit.megatron.cpu import cpu_host
+from alignkit.megatron.fingerprint import fingerprint
 from tests.megatron import workers
 
 _groups = {}
@@ -136,6 +137,22 @@ def pipeline_beside_another_megatron(rank, *given, **options):
     other = {"return_value": "certificate 12ab"} if dist.get_rank() == dist.get_world_size() - 1 else {}
     with mock.patch.object(versions, "evidence", **(other or {"wraps": versions.evidence})):
         return pipeline(rank, *given, **options)
+
+
+def fingerprint_of(_, model_dir, dtype, how, fields, flip=None):
+    """Return the fingerprint of a model in a layout as its tensors.
+
+    flip: rank, and names of parameters with an element of which a bit is flipped there before.
+    """
+    how = dict(how)
+    stages = [None] if how.get("vpp") is None else range(how["vpp"])
+    with layout(**how), patch_megatron(read_architecture(model_dir).vocab):
+        models = [workers.build(model_dir, dtype, vp_stage=v, **fields) for v in stages]
+        if flip is not None and flip[0] == dist.get_rank():
+            for name, parameter in models[0].named_parameters():
+                if name == flip[1]:
+                    parameter.data.view(torch.int16)[(0,) * parameter.ndim] ^= 1
+        return fingerprint(models, model_dir).tensors
 
 
 def micro_batch(rows, multiple, longest, packed):

@@ -1,0 +1,46 @@
+"""The record of bit_sums: kernels, golden cases, self-test, samples (../record.py)."""
+
+from __future__ import annotations
+
+import torch
+
+from ...runtime.dispatch import one_per_backend
+from ..inputs import Inputs
+from ..record import ROWS, WIDTH, Golden, Op, Rows, Trial
+from ..samples import Sample, Source, Tensor
+from . import bit_sums, cpu, reference
+
+
+def _triton():
+    from . import triton_backend
+
+    return triton_backend
+
+
+def bits(given: Inputs) -> list[torch.Tensor]:
+    x, weights = given.rough(19, 300, seed=1, low=-30, high=30), given.integers(300, seed=2, below=1 << 32)
+    return [bit_sums(x, weights * weights - weights), bit_sums(x[3:, 5:70], weights[5:70])]
+
+
+def _self_test(normal):
+    weights = normal.integers(1, WIDTH, below=1 << 62)
+    yield Rows("bit_sums", lambda x: bit_sums(x, weights), [normal(0, ROWS, WIDTH)])
+
+
+def _sample(s: Source) -> Sample:
+    x = s.floats(s.size(60, 0), s.size(700, 0), dtype=s.dtype())
+    given = {
+        "x": Tensor(x, (1,), (torch.float32, torch.bfloat16, torch.float16), ndim=True, rows=True),
+        "weights": Tensor(s.ints((x.shape[1],), 0, 1 << 62), (0,), (torch.int64,), "weights", ndim=True),
+    }
+    return Sample("bit_sums", bit_sums, given, forward_only=True)
+
+
+OP = Op(
+    "bit_sums",
+    kernels={"bit_sums": one_per_backend(_triton, cpu, reference)},
+    golden=(Golden(bits, modelled=True),),
+    self_test=_self_test,
+    samples=lambda: {_sample: 2},
+    trials={"bit_sums": Trial(lambda given, _: bits(given))},
+)
