@@ -2,7 +2,7 @@
 
 The engine's configuration carries the name of the class (`worker_class.WORKER`) to every process. A process that cannot
 import it fails to start, instead of running a stock worker. The public methods override vLLM's, except
-`alignkit_status`, which `worker_status` calls by name; its keys are documented there.
+`alignkit_status` and `alignkit_weights`, which `worker_status` and `fingerprint` call by name.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from vllm.logger import init_logger
 from alignkit.dist import TP, symmetric
 from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
+from alignkit.identity.weights import parts
 from alignkit.runtime import dispatch
 from alignkit.runtime.families import on_host
 from alignkit.runtime.ids import contract_id
+from alignkit.vllm.built import architecture
+from alignkit.vllm.fingerprint import shards
 from alignkit.vllm.layers import aligned_layers
 from alignkit.vllm.live import Watch
 from alignkit.vllm.parallel import register_groups
@@ -112,6 +115,11 @@ class AlignedWorker(resolve(installed().worker)):
         except UnsupportedError as e:
             return {"patched": False, "replaced": str(e), "vllm": vllm.__version__}
         return {"patched": True, **facts, "symmetric_memory": symmetric.used(self._ranks.device_group)}
+
+    def alignkit_weights(self) -> dict:
+        """Return what this worker holds of each HF tensor: see `alignkit.vllm.fingerprint`."""
+        arch = architecture(self.model_config)
+        return parts(shards(self.model_runner.get_model(), arch))
 
     @property
     def _experts_shared(self) -> bool:

@@ -1,0 +1,60 @@
+"""Fingerprints of vLLM engines: those of the HF files, in every layout and after an update of the weights."""
+
+import pytest
+import torch
+
+from alignkit.errors import UnsupportedError
+from alignkit.identity import of_checkpoint
+from tests.vllm.conftest import ENGINE
+
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param("qwen3", {}, {}, id="qwen3"),
+    pytest.param("qwen2", {"tied": True}, {}, id="qwen2-tied"),
+    pytest.param("qwen3_moe", {}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, id="qwen3_moe-ep2"),
+    pytest.param("qwen3", {}, {"tensor_parallel_size": 2}, id="qwen3-tp2", marks=SLOW),
+    # Two ranks have the same KV head.
+    pytest.param("llama", {"kv_heads": 1}, {"tensor_parallel_size": 2}, id="llama-kv1-tp2", marks=SLOW),
+    pytest.param("qwen2_moe", {}, {"tensor_parallel_size": 2}, id="qwen2_moe-tp2", marks=SLOW),
+    pytest.param("mixtral", {}, {}, id="mixtral", marks=SLOW),
+    pytest.param("glm4_moe", {}, {}, id="glm4_moe", marks=SLOW),
+]
+
+
+def start(state, model, options, aligned=True):
+    from vllm import LLM
+
+    from alignkit.vllm import patch_vllm
+
+    if aligned:
+        state.patch = patch_vllm()
+    state.llm = LLM(model, dtype="bfloat16", **(ENGINE | options))
+
+
+def tensors(state):
+    from alignkit.vllm.fingerprint import fingerprint
+
+    return fingerprint(state.llm).tensors
+
+
+def reload(state, model):
+    state.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+    state.llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("arch, sizes, options", CASES)
+def test_an_engine_has_the_fingerprint_of_its_files(arch, sizes, options, vllm_process, checkpoint):
+    path = checkpoint(arch, torch.bfloat16, **sizes)
+    process = vllm_process(VLLM_PLUGINS="")
+    process(start, path, options)
+    assert process(tensors) == of_checkpoint(path).tensors
+    other = checkpoint(arch, torch.bfloat16, **sizes, seed=7)
+    process(reload, other)
+    assert process(tensors) == of_checkpoint(other).tensors != of_checkpoint(path).tensors
+
+
+def test_a_stock_engine_is_rejected(vllm_process, checkpoint):
+    process = vllm_process(VLLM_PLUGINS="")
+    process(start, checkpoint(), {}, False)
+    with pytest.raises(UnsupportedError, match="llm: must be an aligned engine, got a stock one"):
+        process(tensors)
