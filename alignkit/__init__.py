@@ -11,7 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Awaitable
+
     from .engines.patch import Patch
+    from .identity import Fingerprint
 
 from .errors import AlignkitError, BackendError, DriftError, InputError, UnsupportedError
 from .runtime import prover
@@ -20,7 +24,7 @@ from .runtime.ids import contract_id
 __version__ = "0.2.0"
 """Version of the package; pyproject.toml reads it here. docs/stability.md states what a new version may change."""
 
-_SUBMODULES = ("bisect", "dist", "drift", "integrations", "megatron", "ops", "testing", "vllm")
+_SUBMODULES = ("bisect", "dist", "drift", "identity", "integrations", "megatron", "ops", "testing", "vllm")
 """Submodules that `__getattr__` imports on first use."""
 
 
@@ -36,6 +40,37 @@ def patch_megatron(vocab_size: int | None = None, *, keep_logits: bool = False) 
     from .megatron import patch_megatron
 
     return patch_megatron(vocab_size, keep_logits=keep_logits)
+
+
+def fingerprint(model: Any, model_dir: str | os.PathLike | None = None) -> Fingerprint | Awaitable[Fingerprint]:
+    """Return the fingerprint of a model's weights, which does not depend on the engine or the layout.
+
+    Args:
+        model: An HF directory; an aligned `vllm.LLM`, `LLMEngine` or `AsyncLLM`, whose result must be awaited; or this
+            rank's Megatron model or list of model chunks, unwrapped. With Megatron this is a collective of all
+            processes.
+        model_dir: HF directory whose config.json describes the Megatron model.
+
+    Returns:
+        The fingerprint. Two models have equal weights if ``a == b``; ``a.difference(b)`` names the first difference.
+
+    Raises:
+        InputError: replicas of a weight differ, ranks do not hold the whole model, or `model_dir` is missing.
+        UnsupportedError: a stock vLLM engine, or weights of no supported architecture.
+    """
+    if isinstance(model, str) or hasattr(model, "__fspath__"):
+        from .identity import of_checkpoint
+
+        return of_checkpoint(model)
+    if hasattr(model, "collective_rpc"):
+        from .vllm.fingerprint import fingerprint as of_engine
+
+        return of_engine(model)
+    if model_dir is None:
+        raise InputError("model_dir: must be the HF directory that describes a Megatron model, got None")
+    from .megatron.fingerprint import fingerprint as of_megatron
+
+    return of_megatron(model, model_dir)
 
 
 def _prove(device, backend: str) -> str | None:
@@ -64,6 +99,7 @@ __all__ = [
     "InputError",
     "UnsupportedError",
     "contract_id",
+    "fingerprint",
     "patch_megatron",
     "patch_vllm",
 ]

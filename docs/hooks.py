@@ -22,6 +22,7 @@ PUBLIC = (
     "alignkit.megatron",
     "alignkit.vllm",
     "alignkit.dist",
+    "alignkit.identity",
 )
 """Modules whose `__all__` is public API, as docs/stability.md lists them (tests/test_release.py)."""
 LINK = re.compile(r"(?P<open>\]\(|src=\")(?P<target>[^)\s#\"]+)(?P<anchor>#[^)\s\"]*)?(?P<close>[)\"])")

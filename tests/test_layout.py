@@ -18,7 +18,7 @@ FILES = {
 }
 BASE = {"_sources", "config", "contract", "errors"}
 ADAPTERS = {"megatron", "vllm"}
-ENGINES = ADAPTERS | {"convert", "dist", "engines", "models", "ops", "runtime"}
+ENGINES = ADAPTERS | {"convert", "dist", "engines", "identity", "models", "ops", "runtime"}
 ALLOWED = {
     "_sources": set(),
     "errors": set(),
@@ -29,6 +29,7 @@ ALLOWED = {
     "ops": BASE | {"dist", "runtime"},
     "models": BASE,
     "convert": BASE | {"models"},
+    "identity": BASE | {"models", "ops"},
     "engines": BASE | {"runtime"},
     "megatron": BASE | ENGINES - ADAPTERS,
     "vllm": BASE | ENGINES - ADAPTERS,

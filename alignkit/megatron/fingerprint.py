@@ -18,9 +18,7 @@ from . import build, modules
 
 
 def fingerprint(
-    models: GPTModel | Sequence[GPTModel],
-    model_dir: str | os.PathLike,
-    group: dist.ProcessGroup | None = None,
+    models: GPTModel | Sequence[GPTModel], model_dir: str | os.PathLike, group: dist.ProcessGroup | None = None
 ) -> Fingerprint:
     """Return the fingerprint of a model's weights. A collective of all ranks of `group`.
 

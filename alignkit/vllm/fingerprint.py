@@ -47,7 +47,9 @@ def fingerprint(llm) -> Fingerprint | Awaitable[Fingerprint]:
 
 
 @relies_on("model_executor/layers/linear.py:LinearBase.__init__", mentions="tp_rank tp_size")
-@relies_on("model_executor/layers/vocab_parallel_embedding.py:VocabParallelEmbedding.__init__", mentions="shard_indices")
+@relies_on(
+    "model_executor/layers/vocab_parallel_embedding.py:VocabParallelEmbedding.__init__", mentions="shard_indices"
+)
 @relies_on(
     "model_executor/layers/vocab_parallel_embedding.py:VocabParallelEmbeddingShardIndices",
     members="org_vocab_start_index org_vocab_end_index",
@@ -96,7 +98,12 @@ def _slices(sizes: tuple[int, ...], parts: list[int], counts: list[int]) -> torc
 
 @relies_on("model_executor/layers/fused_moe/config.py:FusedMoEConfig", members="tp_rank tp_size ep_rank")
 def _expert(
-    modules: dict[str, Any], arch: Architecture, sharding: str, names: tuple[str, ...], sizes: tuple[int, ...], index: int
+    modules: dict[str, Any],
+    arch: Architecture,
+    sharding: str,
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    index: int,
 ) -> Iterator[Shard]:
     """Yield an expert's weight, if this worker has the expert."""
     layer = ".".join(names[0].split(".")[:3])

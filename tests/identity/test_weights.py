@@ -22,11 +22,14 @@ def exact(x: torch.Tensor) -> int:
 
     size = 8 * x.element_size()
     bits = x.view({16: torch.int16, 32: torch.int32}[size]).tolist()
-    return sum(
-        (b % 2**size) * factor(0x243F6A8885A308D3, i) * factor(0x13198A2E03707344, j)
-        for i, row in enumerate(bits)
-        for j, b in enumerate(row)
-    ) % 2**64
+    return (
+        sum(
+            (b % 2**size) * factor(0x243F6A8885A308D3, i) * factor(0x13198A2E03707344, j)
+            for i, row in enumerate(bits)
+            for j, b in enumerate(row)
+        )
+        % 2**64
+    )
 
 
 def of(x, dtype=None):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from alignkit.errors import UnsupportedError
+from alignkit.errors import InputError, UnsupportedError
 from alignkit.identity import of_checkpoint
 from tests.vllm.conftest import ENGINE
 
@@ -58,3 +58,20 @@ def test_a_stock_engine_is_rejected(vllm_process, checkpoint):
     process(start, checkpoint(), {}, False)
     with pytest.raises(UnsupportedError, match="llm: must be an aligned engine, got a stock one"):
         process(tensors)
+
+
+def public(state):
+    import alignkit
+
+    return alignkit.fingerprint(state.llm)
+
+
+def test_the_public_function_takes_an_engine_a_directory_and_a_model(vllm_process, checkpoint):
+    import alignkit
+
+    path = checkpoint()
+    process = vllm_process(VLLM_PLUGINS="")
+    process(start, path, {})
+    assert process(public) == alignkit.fingerprint(path)
+    with pytest.raises(InputError, match="model_dir: must be the HF directory"):
+        alignkit.fingerprint(torch.nn.Linear(1, 1))
