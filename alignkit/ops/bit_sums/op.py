@@ -28,7 +28,7 @@ def _self_test(normal):
 
 
 def _sample(s: Source) -> Sample:
-    x = s.floats(s.size(60, 0), s.size(700, 0), dtype=s.dtype())
+    x = s.floats(s.tokens(60), s.size(700, 0), dtype=s.dtype())
     given = {
         "x": Tensor(x, (1,), (torch.float32, torch.bfloat16, torch.float16), ndim=True, rows=True),
         "weights": Tensor(s.ints((x.shape[1],), 0, 1 << 62), (0,), (torch.int64,), "weights", ndim=True),
