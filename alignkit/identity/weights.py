@@ -40,7 +40,7 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank holds of an HF tensor. Plain data, so that ranks can exchange it."""
+    """A rank's share of an HF tensor. Plain data, so that ranks can exchange it."""
 
     dtype: str
     blocks: list[Block]
@@ -104,7 +104,7 @@ def parts(shards: Iterable[Shard]) -> dict[str, Part]:
         numbers, x = shard.rows[:valid], shard.tensor.detach()[:valid]
         assert bool((numbers >= 0).all()), "padding rows must be the last ones"
         x = x[:, None] if x.ndim == 1 else x
-        starts = (numbers.diff(prepend=numbers[:1] - 2) != 1).nonzero().flatten()  # of runs of consecutive rows
+        starts = (numbers.diff(prepend=numbers[:1] - 2) != 1).nonzero().flatten()  # each run has consecutive rows
         runs = torch.bucketize(torch.arange(valid), starts, right=True) - 1
         offsets = torch.tensor(shard.sizes).add(1).cumsum(0) - torch.tensor(shard.sizes) - 1
         which = torch.bucketize(numbers, offsets, right=True) - 1
@@ -117,11 +117,11 @@ def parts(shards: Iterable[Shard]) -> dict[str, Part]:
         dtype = str(x.dtype).removeprefix("torch.")
         for first, count in zip(starts.tolist(), lengths.tolist(), strict=True):
             name = shard.names[int(which[first])]
-            places.append((name, dtype, int(index[first]), count, shard.column, x.shape[1]))
+            places.append((name, dtype, (int(index[first]), count, shard.column, x.shape[1])))
     found: dict[str, Part] = {}
     values = torch.cat([each.cpu() if len({s.device for s in sums}) > 1 else each for each in sums]).tolist()
-    for (name, dtype, *place), value in zip(places, values, strict=True):
-        found.setdefault(name, Part(dtype, [])).blocks.append(Block(*place, value % 2**64))
+    for (name, dtype, (row, rows, column, columns)), value in zip(places, values, strict=True):
+        found.setdefault(name, Part(dtype, [])).blocks.append(Block(row, rows, column, columns, value % 2**64))
     return found
 
 
