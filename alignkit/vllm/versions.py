@@ -93,7 +93,7 @@ VALIDATED = {
     "0.24.0 on cuda": "d12a17a2b1df605142efc36b",
     "0.25.1 on cuda": "c18793fc1b6e7aa4023da429",
     "0.26.0 on cuda": "4902446ee9b6206bd31766c1",
-    "0.32.0 on cpu": "9ce46f5c3d9761a908c526d5",
+    "0.32.0 on cpu": "297add8d6360cfd19e6034bc",
 }
 """Versions with which all tests passed -> hash of their files with hook points (tests/vllm/test_hook_points.py)."""
 

@@ -28,6 +28,7 @@ from alignkit.vllm.live import Watch
 from alignkit.vllm.parallel import register_groups
 from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.sampler import AlignedSampler
+from alignkit.vllm.updates import Updates
 from alignkit.vllm.versions import installed, resolve
 from alignkit.vllm.warmup import warm_up
 
@@ -39,11 +40,15 @@ logger = init_logger("vllm.alignkit")  # vLLM configures logging only for logger
 @relies_on(
     "v1/worker/gpu_worker.py:Worker",
     members="""
-        load_model execute_model execute_dummy_batch compile_or_warm_up_model reload_weights finish_weight_update
-        wake_up
+        load_model execute_model execute_dummy_batch compile_or_warm_up_model start_weight_update
+        finish_weight_update wake_up
     """,
 )
 @relies_on("v1/worker/worker_base.py:WorkerBase.apply_model", "fn")
+@relies_on("v1/worker/gpu_worker.py:Worker.reload_weights", mentions="model_runner reload_weights")
+@relies_on(
+    "v1/worker/gpu_model_runner.py:GPUModelRunner.reload_weights", "weights_iterator weights_path is_checkpoint_format"
+)
 @relies_on("v1/worker/gpu_model_runner.py:Sampler", when="cuda")
 @relies_on("config/vllm.py:VllmConfig", members="use_v2_model_runner")
 class AlignedWorker(resolve(installed().worker)):
@@ -63,6 +68,7 @@ class AlignedWorker(resolve(installed().worker)):
         with aligned_layers(), self._sampling():
             super().load_model(**kwargs)
         self._watch = Watch(self.model_runner, self.vllm_config)
+        self._updates = Updates(architecture(self.model_config))
         # Ranks with different contracts or modules would still run collectives, with different bits.
         TP(self._ranks.cpu_group).check_same("vLLM worker", self._inspect)
         logger.info("aligned: contract %s", dispatch.family(self.device).contract_id)
@@ -75,6 +81,7 @@ class AlignedWorker(resolve(installed().worker)):
         return times
 
     def execute_model(self, scheduler_output):
+        self._updates.step()
         self._watch.step()
         return super().execute_model(scheduler_output)
 
@@ -87,12 +94,28 @@ class AlignedWorker(resolve(installed().worker)):
         self._watch.inspect()
         return result
 
-    def reload_weights(self, *args, **kwargs) -> None:
-        super().reload_weights(*args, **kwargs)
+    def reload_weights(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True) -> None:
+        if weights_path is not None:
+            self._updates.check_files(weights_path)
+        names: set[str] | None = None
+        if weights_iterator is not None and is_checkpoint_format:
+            names = set()
+            weights_iterator = self._updates.counted(weights_iterator, names)
+        with self._updates.changing("reload_weights"):
+            super().reload_weights(
+                weights_iterator=weights_iterator, weights_path=weights_path, is_checkpoint_format=is_checkpoint_format
+            )
+            if names is not None:
+                self._updates.require_all(names)
         self._watch.inspect()
+
+    def start_weight_update(self, *args, **kwargs) -> None:
+        super().start_weight_update(*args, **kwargs)
+        self._updates.begin("start_weight_update")
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
+        self._updates.end()
         self._watch.inspect()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -118,8 +141,7 @@ class AlignedWorker(resolve(installed().worker)):
 
     def alignkit_weights(self) -> dict:
         """Return what this worker holds of each HF tensor: see `alignkit.vllm.fingerprint`."""
-        arch = architecture(self.model_config)
-        return parts(shards(self.model_runner.get_model(), arch))
+        return parts(shards(self.model_runner.get_model(), architecture(self.model_config)))
 
     @property
     def _experts_shared(self) -> bool:
