@@ -36,6 +36,14 @@ class AlignedInputProcessor(InputProcessor):
             raise RefusedRequest(rejection)
         return super()._validate_params(params, *args, **kwargs)
 
+    @replaces(accepts="prompt_input prompt_type")
+    def _validate_model_input(self, prompt_input, prompt_type) -> None:
+        super()._validate_model_input(prompt_input, prompt_type)
+        ids, vocab = prompt_input.get("prompt_token_ids") or (0,), self.model_config.get_vocab_size()
+        # Without a tokenizer, vLLM checks no ids: it reads a padding row of the embedding, or beyond it.
+        if wrong := [i for i in (min(ids), max(ids)) if not 0 <= i < vocab]:
+            raise RefusedRequest(f"prompt_token_ids: must be in [0, {vocab}), the model's vocabulary, got {wrong[0]}")
+
 
 def refuse_stock(validate_params):
     """Wrap `InputProcessor._validate_params` to reject the requests of stock engines while vLLM is patched."""

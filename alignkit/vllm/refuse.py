@@ -174,6 +174,11 @@ def request_rejection(params, logprobs_mode: str) -> str | None:
     Training recomputes logprobs from the tokens alone, so a setting that changes the returned logprobs is rejected. A
     field that `policy.REQUEST` does not know must have its default.
     """
+    if params.prompt_logprobs is not None and params.skip_reading_prefix_cache is False:
+        return (
+            "skip_reading_prefix_cache: must be None or True with prompt_logprobs, because vLLM computes no logprobs "
+            "of cached tokens, got False"
+        )
     wanted = (params.logprobs, params.logprob_token_ids or None, params.prompt_logprobs)
     asked = Request(logprobs_mode, logprobs=any(value is not None for value in wanted))
     known, unknown = [], []

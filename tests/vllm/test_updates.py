@@ -95,11 +95,17 @@ def test_a_whole_checkpoint_is_loaded(engine, checkpoint):
     assert before == engine(logprobs) != after
 
 
-def test_half_a_checkpoint_stops_the_engine_by_name(vllm_process, checkpoint):
+def test_half_a_checkpoint_stops_the_engine_by_name(engine, vllm_process, checkpoint):
     process = vllm_process(VLLM_PLUGINS="")
     process(start, checkpoint())
-    with pytest.raises(InputError, match=f"weights_iterator: must yield every tensor of the model, .* first '{DOWN}'"):
-        process(reload_tensors, checkpoint(seed=5), (DOWN,))
+    engine(reload_path, checkpoint(seed=5))
+    other = engine(logprobs)
+    for whole in (True, False):
+        with pytest.raises(InputError, match=f"weights_iterator: must yield every tensor of the model, .* '{DOWN}'"):
+            process(reload_tensors, checkpoint(seed=5), (DOWN,))
+        if whole:
+            process(reload_path, checkpoint(seed=5))
+            assert process(logprobs) == other
     with pytest.raises(UnsupportedError, match="reload_weights: failed and may have changed some of the weights"):
         process(logprobs)
 
