@@ -11,7 +11,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
-from alignkit.vllm import versions
+from alignkit.vllm import updates, versions
 from alignkit.vllm.refuse import refuse_config, request_rejection
 from alignkit.vllm.worker_class import is_aligned
 
@@ -28,10 +28,13 @@ class AlignedInputProcessor(InputProcessor):
     def __init__(self, vllm_config, *args, **kwargs) -> None:
         _require_aligned(vllm_config)  # every engine passes here, however its configuration was created
         refuse_config(vllm_config)
+        updates.started(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
     @replaces(accepts="params supported_tasks")
     def _validate_params(self, params, *args, **kwargs):
+        if (reason := updates.stopped(self.vllm_config)) is not None:
+            raise RefusedRequest(f"vLLM engine: a step was rejected, so make a new engine. Reason: {reason}")
         if (rejection := request_rejection(params, self.model_config.logprobs_mode)) is not None:
             raise RefusedRequest(rejection)
         return super()._validate_params(params, *args, **kwargs)

@@ -16,6 +16,32 @@ import torch
 from alignkit.convert import Architecture, Checkpoint, check_weights, read_architecture
 from alignkit.errors import InputError, UnsupportedError
 
+_stopped: dict[int, str] = {}
+"""Engines of this process with a rejected step, by the id of their configuration -> the reason."""
+
+
+@contextlib.contextmanager
+def stopping(config) -> Iterator[None]:
+    """Remember that an engine's step was rejected within the block. config: its `VllmConfig`.
+
+    vLLM cannot go on after a failed step: in the engine's own process, later requests would wait forever.
+    """
+    try:
+        yield
+    except UnsupportedError as e:
+        _stopped[id(config)] = str(e)
+        raise
+
+
+def stopped(config) -> str | None:
+    """Return why an engine of this process stopped, or None."""
+    return _stopped.get(id(config))
+
+
+def started(config) -> None:
+    """Forget an earlier engine whose configuration had the same id."""
+    _stopped.pop(id(config), None)
+
 
 class Updates:
     """The changes of one worker's weights. arch: the architecture that the engine was built for."""

@@ -28,7 +28,7 @@ from alignkit.vllm.live import Watch
 from alignkit.vllm.parallel import register_groups
 from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.sampler import AlignedSampler
-from alignkit.vllm.updates import Updates
+from alignkit.vllm.updates import Updates, stopping
 from alignkit.vllm.versions import installed, resolve
 from alignkit.vllm.warmup import warm_up
 
@@ -81,8 +81,9 @@ class AlignedWorker(resolve(installed().worker)):
         return times
 
     def execute_model(self, scheduler_output):
-        self._updates.step()
-        self._watch.step()
+        with stopping(self.vllm_config):
+            self._updates.step()
+            self._watch.step()
         return super().execute_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:

@@ -1,5 +1,6 @@
 """Changes of an engine's weights (alignkit/vllm/updates.py): whole checkpoints of its model alone are loaded."""
 
+import gc
 import json
 import shutil
 
@@ -21,6 +22,8 @@ def start(state, model):
     from alignkit.vllm import patch_vllm
 
     state.patch = patch_vllm()
+    state.llm = None  # an engine of this process ends before the next one starts
+    gc.collect()
     state.llm = LLM(model, dtype="bfloat16", enable_prefix_caching=False, **ENGINE)
 
 
@@ -106,8 +109,14 @@ def test_half_a_checkpoint_stops_the_engine_by_name(engine, vllm_process, checkp
         if whole:
             process(reload_path, checkpoint(seed=5))
             assert process(logprobs) == other
-    with pytest.raises(UnsupportedError, match="reload_weights: failed and may have changed some of the weights"):
+    reason = "reload_weights: failed and may have changed some of the weights"
+    with pytest.raises(UnsupportedError, match=f"^{reason}"):
         process(logprobs)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=f"a step was rejected, so make a new engine. Reason: {reason}"):
+            process(logprobs)
+    process(start, checkpoint(seed=5))
+    assert process(logprobs) == other
 
 
 def test_steps_wait_for_the_end_of_an_update(checkpoint):
