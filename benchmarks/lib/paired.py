@@ -101,6 +101,12 @@ def _sigmoid_mul(draw: Draw) -> Case:
     return ops.sigmoid_mul, [draw.floats(rows, 1).float(), draw.floats(rows, width)]
 
 
+def _bit_sums(draw: Draw) -> Case:
+    width = draw.hidden()
+    weights = draw.ids(1 << 62, width)
+    return lambda x: ops.bit_sums(x, weights), [draw.floats(draw.rows(), width)]
+
+
 def _attention(draw: Draw) -> Case:
     heads, kv, size = _heads(draw)
     lengths = [draw.rows() for _ in range(draw.rng.randint(1, 4))]
@@ -187,6 +193,7 @@ FORWARD = {
     "qk_norm_rope": _qk_norm_rope,
     "silu_mul": _silu_mul,
     "sigmoid_mul": _sigmoid_mul,
+    "bit_sums": _bit_sums,
     "attention": _attention,
     "paged_attention": _decode,
     "linear_logp": _head,
