@@ -32,6 +32,7 @@ __all__ = [
     "Checkpoint",
     "check_ep",
     "check_weights",
+    "expert_index",
     "merge_qkv",
     "rank_weights",
     "read_architecture",
@@ -58,7 +59,7 @@ def check_weights(arch: Architecture, weights: Mapping[str, torch.Tensor]) -> No
         UnsupportedError: If a tensor is not one of the family's, or is not floating-point.
     """
     names = set()
-    for name, shape in ((n, s) for _, shapes, _ in arch.weights() for n, s in shapes.items()):
+    for name, shape in arch.hf_shapes().items():
         if name not in weights:
             raise InputError(
                 f"model: the checkpoint has no tensor {name!r}, which config.json requires ({arch.family})"
@@ -156,7 +157,7 @@ def to_megatron(
     state_dict = {}
     for weight, shapes, name in arch.weights():
         rank, size = tp_rank, tp_size
-        if (expert := _expert_index(name)) is not None:
+        if (expert := expert_index(name)) is not None:
             owner, number = divmod(expert, arch.experts // ep_size)
             if owner != ep_rank:
                 continue
@@ -236,7 +237,7 @@ def rank_weights(arch: Architecture, ep_size: int = 1) -> dict[str, list[tuple[W
     check_ep(arch, ep_size)
     known: dict[str, list[tuple[Weight, dict[str, tuple[int, ...]]]]] = {}
     for weight, shapes, name in arch.weights():
-        if (expert := _expert_index(name)) is None:
+        if (expert := expert_index(name)) is None:
             known[name] = known[_fused_name(arch, weight, name)] = [(weight, shapes)]
             continue
         for grouped in (False, True):
@@ -255,7 +256,7 @@ def check_ep(arch: Architecture, ep_size: int) -> None:
 _EXPERT_WEIGHT = re.compile(r"\.local_experts\.(\d+)\.(\w+)\.weight$")
 
 
-def _expert_index(name: str) -> int | None:
+def expert_index(name: str) -> int | None:
     """Return the index of the expert that a whole model's weight belongs to, or None."""
     found = _EXPERT_WEIGHT.search(name)
     return None if found is None else int(found[1])

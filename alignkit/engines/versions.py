@@ -207,9 +207,8 @@ class Versions(Generic[Facts]):
 
     def evidence(self, root: Path, version: str) -> str:
         """Return what an accepted engine was accepted by, as text: equal on all machines that may work together."""
-        found = self.inspect(root, version)[1]
-        if found in self.validated.values() or certificates.proving():
-            return f"files {found}"
+        if self._is_validated(root, version) or certificates.proving():
+            return f"files {self.inspect(root, version)[1]}"
         return f"certificate {certificates.require(self.subject, self.key(root, version), ()).digest}"
 
     def require(self, root: Path, version: str, checks: Iterable[str] = ()) -> Facts:

@@ -73,7 +73,10 @@ class Fingerprint:
     @property
     def digest(self) -> str:
         """Hash of all tensors, as text."""
-        lines = [f"{name} {dtype} {list(shape)} {total:016x}\n" for name, (dtype, shape, total) in self._sorted()]
+        lines = [
+            f"{name} {dtype} {list(shape)} {total:016x}\n"
+            for name, (dtype, shape, total) in sorted(self.tensors.items())
+        ]
         return hashlib.sha256("".join(lines).encode()).hexdigest()[:DIGITS]
 
     def difference(self, other: Fingerprint) -> str | None:
@@ -92,13 +95,11 @@ class Fingerprint:
     def __str__(self) -> str:
         return self.digest
 
-    def _sorted(self) -> list:
-        return sorted(self.tensors.items())
-
 
 def parts(shards: Iterable[Shard]) -> dict[str, Part]:
     """Return the sums of a rank's tensors by HF name. Synchronizes with the device once, at the end."""
     sums, places = [], []
+    factors: dict[tuple, torch.Tensor] = {}  # column factors, equal for all experts of a model
     for shard in shards:
         valid = int((shard.rows >= 0).sum())
         numbers, x = shard.rows[:valid], shard.tensor.detach()[:valid]
@@ -109,8 +110,10 @@ def parts(shards: Iterable[Shard]) -> dict[str, Part]:
         offsets = torch.tensor(shard.sizes).add(1).cumsum(0) - torch.tensor(shard.sizes) - 1
         which = torch.bucketize(numbers, offsets, right=True) - 1
         index = numbers - offsets[which]
-        rows = bit_sums(x, _factors(_COLUMNS, torch.arange(shard.column, shard.column + x.shape[1]), x.device))
-        weighted = rows * _factors(_ROWS, index, x.device)
+        columns = shard.column, shard.column + x.shape[1], x.device
+        if columns not in factors:
+            factors[columns] = _factors(_COLUMNS, torch.arange(*columns[:2]), x.device)
+        weighted = bit_sums(x, factors[columns]) * _factors(_ROWS, index, x.device)
         total = torch.zeros(len(starts), dtype=torch.int64, device=x.device)
         sums.append(total.index_add_(0, runs.to(x.device), weighted))
         lengths = torch.diff(starts, append=torch.tensor([valid]))
@@ -119,7 +122,7 @@ def parts(shards: Iterable[Shard]) -> dict[str, Part]:
             name = shard.names[int(which[first])]
             places.append((name, dtype, (int(index[first]), count, shard.column, x.shape[1])))
     found: dict[str, Part] = {}
-    values = torch.cat([each.cpu() if len({s.device for s in sums}) > 1 else each for each in sums]).tolist()
+    values = torch.cat([each.to(sums[0].device) for each in sums]).tolist()
     for (name, dtype, (row, rows, column, columns)), value in zip(places, values, strict=True):
         found.setdefault(name, Part(dtype, [])).blocks.append(Block(row, rows, column, columns, value % 2**64))
     return found
@@ -172,7 +175,7 @@ def of_checkpoint(path: str | os.PathLike, dtype: torch.dtype | None = None) -> 
     """
     arch, weights = read_architecture(path), Checkpoint(path)
     fp32 = {name for weight, shapes, _ in arch.weights() if weight.fp32 for name in shapes}
-    shapes = {name: shape for _, each, _ in arch.weights() for name, shape in each.items()}
+    shapes = arch.hf_shapes()
 
     def shards() -> Iterator[Shard]:
         for name, shape in shapes.items():

@@ -38,7 +38,7 @@ def fingerprint(
     if dist.is_initialized():
         ranks = [None] * dist.get_world_size(group)
         dist.all_gather_object(ranks, mine, group=group)
-    return whole(ranks, {name: shape for _, each, _ in arch.weights() for name, shape in each.items()})
+    return whole(ranks, arch.hf_shapes())
 
 
 def shards(model: GPTModel, arch: Architecture) -> Iterator[Shard]:

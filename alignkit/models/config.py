@@ -181,6 +181,10 @@ class Architecture:
         if not self.tied:
             yield of(HEAD)
 
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each HF tensor."""
+        return {name: shape for _, shapes, _ in self.weights() for name, shape in shapes.items()}
+
     def padded_vocab(self, tp: int) -> int:
         """Return the vocabulary size padded to a multiple of ``128 * tp``, as Megatron pads it."""
         step = VOCAB_MULTIPLE * tp

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Awaitable, Iterator
 from typing import Any
 
 import torch
 
-from alignkit.convert import Architecture
+from alignkit.convert import Architecture, expert_index
 from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
 from alignkit.identity.weights import Fingerprint, Shard, whole
@@ -17,7 +16,6 @@ from alignkit.models import FAMILIES
 from alignkit.vllm.built import architecture
 from alignkit.vllm.worker_class import is_aligned
 
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PACKED = {"kv groups": (".q_proj.", ".qkv_proj."), "gate and up": (".gate_proj.", ".gate_up_proj.")}
 """Sharding -> part of the first HF tensor's name, and what replaces it in the name of vLLM's parameter."""
 
@@ -35,8 +33,7 @@ def fingerprint(llm) -> Fingerprint | Awaitable[Fingerprint]:
     engine = getattr(llm, "llm_engine", llm)
     if not is_aligned(engine.vllm_config):
         raise UnsupportedError("llm: must be an aligned engine, got a stock one. Call alignkit.patch_vllm() before")
-    arch = architecture(engine.vllm_config.model_config)
-    shapes = {name: shape for _, each, _ in arch.weights() for name, shape in each.items()}
+    shapes = architecture(engine.vllm_config.model_config).hf_shapes()
     if not inspect.iscoroutinefunction(engine.collective_rpc):
         return whole(engine.collective_rpc("alignkit_weights"), shapes)
 
@@ -57,10 +54,10 @@ def fingerprint(llm) -> Fingerprint | Awaitable[Fingerprint]:
 def shards(model: Any, arch: Architecture) -> Iterator[Shard]:
     """Yield a worker's parameters with their places in the HF tensors."""
     modules = dict(model.named_modules())
-    for weight, shapes, _ in arch.weights():
+    for weight, shapes, full in arch.weights():
         names, sizes = tuple(shapes), tuple(shape[0] for shape in shapes.values())
-        if found := _EXPERT.search(names[0]):
-            yield from _expert(modules, arch, weight.sharding, names, sizes, int(found[1]))
+        if (expert := expert_index(full)) is not None:
+            yield from _expert(modules, arch, weight.sharding, names, sizes, expert)
             continue
         name = names[0].replace(*_PACKED.get(weight.sharding, ("", "")))
         path, _, attribute = name.rpartition(".")

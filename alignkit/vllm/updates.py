@@ -104,7 +104,7 @@ class Updates:
 
     def require_all(self, names: set[str]) -> None:
         """Raise InputError unless `names` has every HF tensor of the engine's model."""
-        missing = [name for _, shapes, _ in self._arch.weights() for name in shapes if name not in names]
+        missing = [name for name in self._arch.hf_shapes() if name not in names]
         if missing:
             raise InputError(
                 f"weights_iterator: must yield every tensor of the model, got none for {len(missing)}, first "
