@@ -59,7 +59,7 @@ def check_weights(arch: Architecture, weights: Mapping[str, torch.Tensor]) -> No
         UnsupportedError: If a tensor is not one of the family's, or is not floating-point.
     """
     names = set()
-    for name, shape in arch.hf_shapes().items():
+    for name, shape in arch.hf_tensors():
         if name not in weights:
             raise InputError(
                 f"model: the checkpoint has no tensor {name!r}, which config.json requires ({arch.family})"

@@ -174,16 +174,18 @@ def of_checkpoint(path: str | os.PathLike, dtype: torch.dtype | None = None) -> 
         InputError, UnsupportedError: the directory is no checkpoint of a supported architecture.
     """
     arch, weights = read_architecture(path), Checkpoint(path)
-    fp32 = {name for weight, shapes, _ in arch.weights() if weight.fp32 for name in shapes}
-    shapes = arch.hf_shapes()
+    found: dict[str, tuple[int, ...]] = {}
 
     def shards() -> Iterator[Shard]:
-        for name, shape in shapes.items():
-            wanted = torch.float32 if name in fp32 else dtype
-            tensor = weights[name]
-            yield Shard(tensor.to(wanted or tensor.dtype), (name,), torch.arange(shape[0]), (shape[0],))
+        for weight, shapes, _ in arch.weights():  # lazily: config.json may claim any number of layers
+            for name, shape in shapes.items():
+                if name not in weights:
+                    raise InputError(f"model: the checkpoint has no tensor {name!r}, which config.json requires")
+                tensor, found[name] = weights[name], shape
+                wanted = torch.float32 if weight.fp32 else dtype
+                yield Shard(tensor.to(wanted or tensor.dtype), (name,), torch.arange(shape[0]), (shape[0],))
 
-    return whole([parts(shards())], shapes)
+    return whole([parts(shards())], found)
 
 
 def _factors(seed: int, index: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -181,9 +181,14 @@ class Architecture:
         if not self.tied:
             yield of(HEAD)
 
+    def hf_tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name and shape of each HF tensor; config.json alone says how many there are."""
+        for _, shapes, _ in self.weights():
+            yield from shapes.items()
+
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each HF tensor."""
-        return {name: shape for _, shapes, _ in self.weights() for name, shape in shapes.items()}
+        """Return the shape of each HF tensor, for a model whose weights exist."""
+        return dict(self.hf_tensors())
 
     def padded_vocab(self, tp: int) -> int:
         """Return the vocabulary size padded to a multiple of ``128 * tp``, as Megatron pads it."""

@@ -1,5 +1,6 @@
 """Fingerprints of weights (alignkit/identity/weights.py): sums of blocks, replicas, and files."""
 
+import json
 import random
 
 import pytest
@@ -127,3 +128,11 @@ def test_a_checkpoint_has_a_fingerprint(tmp_path):
     assert one == same and one.digest == same.digest and len(one.digest) == weights.DIGITS
     assert one.difference(other) and one.digest != other.digest
     assert of_checkpoint(tmp_path / "a", torch.float32).tensors["model.norm.weight"][0] == "float32"
+
+
+def test_a_checkpoint_must_have_the_layers_of_its_config(tmp_path):
+    path = make_checkpoint(tmp_path / "a", "llama", torch.bfloat16)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2**31 - 1}))
+    with pytest.raises(InputError, match="no tensor 'model.layers.4.input_layernorm.weight'"):
+        of_checkpoint(path)
