@@ -139,6 +139,22 @@ class Config:
         "Align vLLM in every process that loads vLLM's plugins. patch_vllm() sets it while the patch is active.",
         "when vLLM loads its plugins",
     )
+    mixed_updates = _flag(
+        "ALIGNKIT_MIXED_UPDATES",
+        False,
+        "Accept an update of vLLM's weights while requests are paused with their KV cache. Their further tokens have "
+        "the epoch -1: their logprobs belong to no model.",
+        "in every call that changes weights",
+    )
+    read_methods = Variable(
+        "ALIGNKIT_READ_METHODS",
+        ("<names separated by commas>",),
+        lambda word: frozenset(filter(None, word.replace(" ", "").split(","))),
+        frozenset(),
+        "Methods of your vLLM worker extension that change no weights. A call of any other one counts as an update.",
+        "in every collective_rpc",
+        workers=False,
+    )
     ranks_per_gpu = Variable(
         "ALIGNKIT_RANKS_PER_GPU",
         ("<number>",),

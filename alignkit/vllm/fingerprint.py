@@ -13,6 +13,7 @@ from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
 from alignkit.identity.weights import Fingerprint, Shard, whole
 from alignkit.models import FAMILIES
+from alignkit.vllm import epochs
 from alignkit.vllm.built import architecture
 from alignkit.vllm.worker_class import is_aligned
 
@@ -34,11 +35,19 @@ def fingerprint(llm) -> Fingerprint | Awaitable[Fingerprint]:
     if not is_aligned(engine.vllm_config):
         raise UnsupportedError("llm: must be an aligned engine, got a stock one. Call alignkit.patch_vllm() before")
     shapes = architecture(engine.vllm_config.model_config).hf_shapes()
+    state = epochs.of(engine.vllm_config)
+
+    def known(epoch: int, parts: list) -> Fingerprint:
+        found = whole(parts, shapes)
+        if epoch == state.epoch:  # no change since the workers were asked
+            state.weights[epoch] = found.digest
+        return found
+
     if not inspect.iscoroutinefunction(engine.collective_rpc):
-        return whole(engine.collective_rpc("alignkit_weights"), shapes)
+        return known(state.epoch, engine.collective_rpc("alignkit_weights"))
 
     async def ask() -> Fingerprint:
-        return whole(await engine.collective_rpc("alignkit_weights"), shapes)
+        return known(state.epoch, await engine.collective_rpc("alignkit_weights"))
 
     return ask()
 

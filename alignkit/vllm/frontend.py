@@ -11,9 +11,12 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
-from alignkit.vllm import updates, versions
+from alignkit.vllm import epochs, versions
 from alignkit.vllm.refuse import refuse_config, request_rejection
 from alignkit.vllm.worker_class import is_aligned
+
+KEY = "alignkit"
+"""Key in a request output's `kv_transfer_params`."""
 
 
 @relies_on("exceptions.py:VLLMClientError", when="client_error")
@@ -28,13 +31,13 @@ class AlignedInputProcessor(InputProcessor):
     def __init__(self, vllm_config, *args, **kwargs) -> None:
         _require_aligned(vllm_config)  # every engine passes here, however its configuration was created
         refuse_config(vllm_config)
-        updates.started(vllm_config)
+        self._epochs = epochs.started(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
     @replaces(accepts="params supported_tasks")
     def _validate_params(self, params, *args, **kwargs):
-        if (reason := updates.stopped(self.vllm_config)) is not None:
-            raise RefusedRequest(f"vLLM engine: a step was rejected, so make a new engine. Reason: {reason}")
+        if (reason := self._epochs.refusal()) is not None:
+            raise RefusedRequest(reason)
         if (rejection := request_rejection(params, self.model_config.logprobs_mode)) is not None:
             raise RefusedRequest(rejection)
         return super()._validate_params(params, *args, **kwargs)
@@ -57,6 +60,39 @@ def refuse_stock(validate_params):
         return validate_params(self, *args, **kwargs)
 
     return validate
+
+
+@relies_on("v1/engine/output_processor.py:RequestState.make_request_output", "finish_reason")
+@relies_on("v1/engine/output_processor.py:RequestState.__init__", "request_id parent_req request_index")
+def with_epochs(make_request_output):
+    """Wrap `RequestState.make_request_output` to give the epochs of a finished request's tokens.
+
+    They are in ``kv_transfer_params[KEY]``, which vLLM's server returns too: the contract id, and for each
+    completion, by index, pairs of a first token and its epoch. `token_epochs` reads them.
+    """
+
+    @functools.wraps(make_request_output)
+    def make(self, new_token_ids, pooling_output, finish_reason, *args, **kwargs):
+        output = make_request_output(self, new_token_ids, pooling_output, finish_reason, *args, **kwargs)
+        if finish_reason is None or (found := epochs.holder(self.request_id)) is None:
+            return output
+        engine, tokens = found
+        # All completions of a request share its parent, and are returned together or one by one.
+        completions = vars(self.parent_req or self).setdefault("alignkit_epochs", {})
+        completions[str(self.request_index)] = tokens.spans
+        if output is not None:
+            known = {str(epoch): engine.weights.get(epoch) for spans in completions.values() for _, epoch in spans}
+            output.kv_transfer_params = {
+                **(output.kv_transfer_params or {}),
+                "alignkit": {
+                    "contract": versions.installed().family.contract_id,
+                    "epochs": completions,
+                    "weights": known,
+                },
+            }
+        return output
+
+    return make
 
 
 def _require_aligned(vllm_config) -> None:

@@ -19,6 +19,7 @@ from alignkit.config import Config
 from alignkit.engines import patch as engine_patch
 from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
+from alignkit.vllm import epochs
 from alignkit.vllm.policy import fusions
 from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.versions import installed
@@ -47,16 +48,20 @@ class Patch(engine_patch.Patch):
         installed()
 
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine import async_llm, llm_engine
+        from vllm.v1.engine import async_llm, core_client, llm_engine
         from vllm.v1.engine.input_processor import InputProcessor
+        from vllm.v1.engine.output_processor import RequestState
 
-        from alignkit.vllm.frontend import AlignedInputProcessor, refuse_stock
+        from alignkit.vllm import client
+        from alignkit.vllm.frontend import AlignedInputProcessor, refuse_stock, with_epochs
 
         for owner, name, new in (
+            *((core_client, name, client.aligned(getattr(core_client, name))) for name in client.CLIENTS),
             (EngineArgs, "create_engine_config", _aligned_config(EngineArgs.create_engine_config)),
             (llm_engine, "InputProcessor", AlignedInputProcessor),
             (async_llm, "InputProcessor", AlignedInputProcessor),
             (InputProcessor, "_validate_params", refuse_stock(InputProcessor._validate_params)),
+            (RequestState, "make_request_output", with_epochs(RequestState.make_request_output)),
         ):
             self.replace(owner, name, new)
         self._env = os.environ.get(ENV)
@@ -105,17 +110,23 @@ def worker_status(llm) -> list[dict] | Awaitable[list[dict]]:
 
     Returns:
         A dict per worker with key `patched`. If True, also `contract`, `backend`, `vllm` (the version), `modules` (the
-        number per aligned class) and `symmetric_memory` (whether sums over ranks use it). If False because a part of
-        the engine was replaced, also `replaced`, a message with the part's name, and `vllm`.
+        number per aligned class), `symmetric_memory` (whether sums over ranks use it), `epoch` (the number of changes
+        of the weights) and `weights` (the digest of their fingerprint if it was computed in this epoch, else None). If
+        False because a part of the engine was replaced, also `replaced`, a message with the part's name, and `vllm`.
     """
     engine = getattr(llm, "llm_engine", llm)
     parallel = engine.vllm_config.parallel_config
     aligned, stock = is_aligned(engine.vllm_config), [{"patched": False}] * parallel.world_size
+
+    def known(workers: list[dict]) -> list[dict]:
+        digests = epochs.of(engine.vllm_config).weights
+        return [w | {"weights": digests.get(w["epoch"])} if w["patched"] else w for w in workers]
+
     if not inspect.iscoroutinefunction(engine.collective_rpc):
-        return engine.collective_rpc("alignkit_status") if aligned else stock
+        return known(engine.collective_rpc("alignkit_status")) if aligned else stock
 
     async def ask() -> list[dict]:
-        return await engine.collective_rpc("alignkit_status") if aligned else stock
+        return known(await engine.collective_rpc("alignkit_status")) if aligned else stock
 
     return ask()
 

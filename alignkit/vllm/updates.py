@@ -8,60 +8,100 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from alignkit.convert import Architecture, Checkpoint, check_weights, read_architecture
+from alignkit.engines.hook_points import relies_on
 from alignkit.errors import InputError, UnsupportedError
-
-_stopped: dict[int, str] = {}
-"""Engines of this process with a rejected step, by the id of their configuration -> the reason."""
+from alignkit.vllm.epochs import Epochs
 
 
 @contextlib.contextmanager
-def stopping(config) -> Iterator[None]:
-    """Remember that an engine's step was rejected within the block. config: its `VllmConfig`.
+def stopping(epochs: Epochs) -> Iterator[None]:
+    """Remember that an engine's step was rejected within the block.
 
     vLLM cannot go on after a failed step: in the engine's own process, later requests would wait forever.
     """
     try:
         yield
     except UnsupportedError as e:
-        _stopped[id(config)] = str(e)
+        epochs.stopped = str(e)
         raise
 
 
-def stopped(config) -> str | None:
-    """Return why an engine of this process stopped, or None."""
-    return _stopped.get(id(config))
-
-
-def started(config) -> None:
-    """Forget an earlier engine whose configuration had the same id."""
-    _stopped.pop(id(config), None)
-
-
+@relies_on(
+    "v1/core/sched/output.py:SchedulerOutput", members="scheduled_new_reqs scheduled_cached_reqs finished_req_ids"
+)
+@relies_on("v1/core/sched/output.py:CachedRequestData", members="req_ids resumed_req_ids")
 class Updates:
-    """The changes of one worker's weights. arch: the architecture that the engine was built for."""
+    """The changes of one worker's weights.
 
-    def __init__(self, arch: Architecture) -> None:
-        self._arch = arch
-        self._problem: str | None = None
+    arch: the architecture that the engine was built for. epochs: what the worker's process knows of the engine. held:
+    returns the requests whose KV cache the worker holds.
+    """
 
-    def step(self) -> None:
+    def __init__(self, arch: Architecture, epochs: Epochs, held: Callable[[], Iterable[str]]) -> None:
+        self._arch, self._epochs, self._held = arch, epochs, held
+        self._mixed = self._untold = False
+        self._stale: set[str] = set()
+        self._missing: set[str] = set()
+        self.epoch: int | None = None
+
+    def step(self, scheduled) -> None:
+        """Raise UnsupportedError if a step would not compute with the weights and the KV cache of one model.
+
+        scheduled: vLLM's `SchedulerOutput`.
+        """
+        self.require_whole()
+        if self.epoch is None:
+            raise UnsupportedError(
+                "vLLM engine: must get its requests from a process that patch_vllm() has patched, got one that is not"
+            )
+        if self._untold and scheduled.scheduled_new_reqs:
+            raise UnsupportedError(
+                "weights: must be changed by calls of the engine, such as collective_rpc, whose workers are in other "
+                "processes: otherwise cached prefixes of the old weights would be used"
+            )
+        if self._stale:
+            again = scheduled.scheduled_cached_reqs
+            new = [request.req_id for request in scheduled.scheduled_new_reqs]
+            self._stale.difference_update(scheduled.finished_req_ids, again.resumed_req_ids, new)
+            if not self._mixed and (stale := self._stale.intersection(again.req_ids)):
+                raise UnsupportedError(
+                    f"weights: must not change with requests in flight, whose KV cache would mix two models, got "
+                    f"{len(stale)} requests"
+                )
+
+    def require_whole(self) -> None:
         """Raise UnsupportedError if the weights are not those of one model."""
-        if self._problem is not None:
-            raise UnsupportedError(self._problem)
+        if self._epochs.problem is not None:
+            raise UnsupportedError(self._epochs.problem)
+
+    def tell(self, epoch: int, mixed: bool) -> str | None:
+        """Take the epoch of the next requests; return why the weights are those of no model, or None.
+
+        mixed: whether the user asks for tokens of several epochs.
+        """
+        if self.epoch not in (None, epoch):
+            self._stale.update(self._held())
+        self.epoch, self._mixed, self._untold = epoch, mixed, False
+        return self._epochs.problem
 
     def begin(self, what: str) -> None:
         """Reject steps until `end`."""
-        self._problem = f"{what}: must be finished before the next request, because it has changed some of the weights"
+        self.touch()
+        self._epochs.problem = (
+            f"{what}: must be finished before the next request, because it has changed some of the weights"
+        )
 
     def end(self) -> None:
         """Accept steps."""
-        self._problem = None
+        self._missing.clear()
+        self._epochs.problem = None
 
     @contextlib.contextmanager
     def changing(self, what: str) -> Iterator[None]:
@@ -70,12 +110,42 @@ class Updates:
         try:
             yield
         except BaseException as e:
-            self._problem = (
+            self._epochs.problem = (
                 f"{what}: failed and may have changed some of the weights ({type(e).__name__}: {e}). Load a whole "
                 "checkpoint, or make a new engine"
             )
             raise
         self.end()
+
+    def discarded(self) -> None:
+        """Reject steps until every tensor has been loaded."""
+        self.touch()
+        self._missing = set(self._arch.hf_shapes())
+        self._epochs.problem = (
+            "sleep(level=2): has discarded the weights. Load a whole checkpoint before the next request"
+        )
+
+    def watch(self, load_weights: Callable) -> Callable:
+        """Return a model's `load_weights` that counts as a change; frameworks call it directly."""
+
+        @functools.wraps(load_weights)
+        def load(weights, *args, **kwargs):
+            self.touch()
+            loaded: set[str] = set()
+            result = load_weights(self.counted(weights, loaded), *args, **kwargs)
+            if self._missing:
+                self._missing -= loaded
+                if not self._missing:
+                    self.end()
+            return result
+
+        return load
+
+    def touch(self) -> None:
+        """Note that weights may have changed."""
+        self._epochs.local += 1
+        self._untold = True
+        self._stale.update(self._held())
 
     def check_files(self, path: str | os.PathLike) -> None:
         """Require a whole checkpoint of the engine's model in an HF directory, before anything is loaded.

@@ -2,7 +2,7 @@
 
 The engine's configuration carries the name of the class (`worker_class.WORKER`) to every process. A process that cannot
 import it fails to start, instead of running a stock worker. The public methods override vLLM's, except
-`alignkit_status` and `alignkit_weights`, which `worker_status` and `fingerprint` call by name.
+`alignkit_epoch`, `alignkit_status` and `alignkit_weights`, which the front end calls by name.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from alignkit.identity.weights import parts
 from alignkit.runtime import dispatch
 from alignkit.runtime.families import on_host
 from alignkit.runtime.ids import contract_id
+from alignkit.vllm import epochs
 from alignkit.vllm.built import architecture
 from alignkit.vllm.fingerprint import shards
 from alignkit.vllm.layers import aligned_layers
@@ -41,7 +42,7 @@ logger = init_logger("vllm.alignkit")  # vLLM configures logging only for logger
     "v1/worker/gpu_worker.py:Worker",
     members="""
         load_model execute_model execute_dummy_batch compile_or_warm_up_model start_weight_update
-        finish_weight_update wake_up
+        finish_weight_update sleep wake_up
     """,
 )
 @relies_on("v1/worker/worker_base.py:WorkerBase.apply_model", "fn")
@@ -68,7 +69,10 @@ class AlignedWorker(resolve(installed().worker)):
         with aligned_layers(), self._sampling():
             super().load_model(**kwargs)
         self._watch = Watch(self.model_runner, self.vllm_config)
-        self._updates = Updates(architecture(self.model_config))
+        self._epochs = epochs.of(self.vllm_config)
+        self._updates = Updates(architecture(self.model_config), self._epochs, self._held)
+        model = self.model_runner.get_model()
+        model.load_weights = self._updates.watch(model.load_weights)
         # Ranks with different contracts or modules would still run collectives, with different bits.
         TP(self._ranks.cpu_group).check_same("vLLM worker", self._inspect)
         logger.info("aligned: contract %s", dispatch.family(self.device).contract_id)
@@ -81,17 +85,19 @@ class AlignedWorker(resolve(installed().worker)):
         return times
 
     def execute_model(self, scheduler_output):
-        with stopping(self.vllm_config):
-            self._updates.step()
+        with stopping(self._epochs):
+            self._updates.step(scheduler_output)
             self._watch.step()
         return super().execute_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
+        self._updates.require_whole()
         self._watch.step()  # a dummy batch takes part in the expert parallelism of all replicas
         super().execute_dummy_batch()
 
     def apply_model(self, fn):
         result = super().apply_model(fn)
+        self._updates.touch()
         self._watch.inspect()
         return result
 
@@ -119,9 +125,15 @@ class AlignedWorker(resolve(installed().worker)):
         self._updates.end()
         self._watch.inspect()
 
+    def sleep(self, level: int = 1) -> None:
+        super().sleep(level)
+        if level == 2:
+            self._updates.discarded()
+
     def wake_up(self, tags: list[str] | None = None) -> None:
         super().wake_up(tags)
-        self._watch.inspect()
+        if tags is None or "weights" in tags:
+            self._watch.inspect()
 
     def _logprobs(self, logits) -> None:
         if not self.vllm_config.use_v2_model_runner:
@@ -132,17 +144,29 @@ class AlignedWorker(resolve(installed().worker)):
         for ids in (1, 2):  # the compiler specializes on 1
             token_logprobs(logits, torch.zeros(len(logits), ids, dtype=torch.int64, device=logits.device))
 
+    def alignkit_epoch(self, epoch: int, mixed: bool) -> str | None:
+        """Take the epoch of the next requests: see `Updates.tell`."""
+        return self._updates.tell(epoch, mixed)
+
     def alignkit_status(self) -> dict:
         """Return the current state of this worker: see `alignkit.vllm.worker_status`."""
         try:
             facts = self._inspect()
         except UnsupportedError as e:
             return {"patched": False, "replaced": str(e), "vllm": vllm.__version__}
-        return {"patched": True, **facts, "symmetric_memory": symmetric.used(self._ranks.device_group)}
+        own = {"epoch": self._updates.epoch, "symmetric_memory": symmetric.used(self._ranks.device_group)}
+        return {"patched": True, **facts, **own}
 
     def alignkit_weights(self) -> dict:
         """Return what this worker holds of each HF tensor: see `alignkit.vllm.fingerprint`."""
         return parts(shards(self.model_runner.get_model(), architecture(self.model_config)))
+
+    @relies_on("v1/worker/gpu_model_runner.py:GPUModelRunner.__init__", mentions="requests")
+    @relies_on("v1/worker/gpu/states.py:RequestState.__init__", mentions="req_id_to_index", when="cuda")
+    def _held(self) -> list[str]:
+        """Return the requests whose KV cache this worker holds."""
+        runner = self.model_runner
+        return list(runner.req_states.req_id_to_index if self.vllm_config.use_v2_model_runner else runner.requests)
 
     @property
     def _experts_shared(self) -> bool:

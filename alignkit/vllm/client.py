@@ -1,0 +1,275 @@
+"""Clients of the engine core that count changes of the weights: every request and every such call passes through them.
+
+vLLM sends requests and calls to the engine core in order, over one of five client classes. `epochs` holds the rules,
+this file the hooks into vLLM's classes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+from alignkit.config import config
+from alignkit.engines.hook_points import relies_on
+from alignkit.vllm import epochs
+from alignkit.vllm.frontend import RefusedRequest
+
+CLIENTS = ("InprocClient", "SyncMPClient", "AsyncMPClient", "DPAsyncMPClient", "DPLBAsyncMPClient")
+"""vLLM's client classes that its engines create."""
+
+
+@relies_on(
+    "v1/engine/core_client.py:InprocClient",
+    members="get_output add_request abort_requests collective_rpc sleep wake_up reset_prefix_cache",
+)
+@relies_on(
+    "v1/engine/core_client.py:SyncMPClient",
+    members="get_output add_request abort_requests collective_rpc sleep wake_up reset_prefix_cache",
+)
+@relies_on("v1/engine/core_client.py:SyncMPClient.get_output", mentions="outputs_queue")
+@relies_on(
+    "v1/engine/core_client.py:AsyncMPClient",
+    members="""
+        add_request_async abort_requests_async collective_rpc_async sleep_async wake_up_async pause_scheduler_async
+        resume_scheduler_async reset_prefix_cache_async
+    """,
+)
+@relies_on("v1/engine/core_client.py:AsyncMPClient._ensure_output_queue_task", mentions="output_handler")
+@relies_on("v1/engine/core_client.py:EngineCoreClient.make_client", mentions="SyncMPClient InprocClient")
+@relies_on(
+    "v1/engine/core_client.py:EngineCoreClient.make_async_mp_client",
+    mentions="AsyncMPClient DPAsyncMPClient DPLBAsyncMPClient",
+)
+@relies_on("v1/engine/__init__.py:EngineCoreRequest", members="request_id cache_salt")
+@relies_on("v1/engine/__init__.py:EngineCoreOutput", members="request_id new_token_ids finished")
+@relies_on("v1/core/kv_cache_utils.py:generate_block_hash_extra_keys", mentions="cache_salt")
+class AlignedClient:
+    """A client of an aligned engine. Its methods override those of the vLLM client with which `aligned` combines it."""
+
+    def __init__(self, vllm_config, *args, **kwargs) -> None:
+        self._epochs = epochs.of(vllm_config)
+        self._asleep = self._versioned = False
+        self._changes = 0
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._read: list = []  # outputs of a synchronous client that were counted before a change
+        super().__init__(vllm_config, *args, **kwargs)
+
+    # Requests
+
+    def add_request(self, request) -> None:
+        self._tell()
+        self._add(request)
+        super().add_request(request)
+
+    async def add_request_async(self, request) -> None:
+        while not self._settled.is_set() or self._untold():
+            await self._settled.wait()
+            await self._tell_async()
+        self._add(request)
+        await super().add_request_async(request)
+
+    def _add(self, request) -> None:
+        request.cache_salt = self._epochs.salt(request.cache_salt)
+        self._epochs.add(request.request_id)
+
+    def abort_requests(self, request_ids) -> None:
+        self._epochs.forget(request_ids)
+        super().abort_requests(request_ids)
+
+    async def abort_requests_async(self, request_ids) -> None:
+        self._epochs.forget(request_ids)
+        await super().abort_requests_async(request_ids)
+
+    # Outputs
+
+    def get_output(self):
+        if self._read:
+            return self._read.pop(0)
+        outputs = super().get_output()
+        self._count(outputs)
+        return outputs
+
+    async def process_engine_outputs(self, outputs) -> None:
+        """Count outputs when they arrive, because only then their order among the answers to calls is known."""
+        self._count(outputs)
+        inherited = getattr(super(), "process_engine_outputs", None)
+        if inherited is not None:  # a static method
+            await inherited(self, outputs)
+
+    def _count(self, outputs) -> None:
+        for each in outputs.outputs:
+            self._epochs.arrived(each.request_id, len(each.new_token_ids), each.finished)
+
+    # Calls that may change the weights
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        if _reads(method):
+            self._tell()
+            return super().collective_rpc(method, timeout, args, kwargs)
+        try:
+            with self._change(_name(method)):
+                return super().collective_rpc(method, timeout, args, kwargs)
+        finally:
+            self._tell()
+
+    async def collective_rpc_async(self, method, timeout=None, args=(), kwargs=None):
+        if _reads(method):
+            await self._tell_async()
+            return await super().collective_rpc_async(method, timeout, args, kwargs)
+        try:
+            with self._change(_name(method)):
+                return await super().collective_rpc_async(method, timeout, args, kwargs)
+        finally:
+            await self._tell_async()
+
+    def wake_up(self, tags=None):
+        with self._change("wake_up") if self._asleep else contextlib.nullcontext():
+            awake = super().wake_up(tags)
+        self._woken(tags, awake)
+        self._tell()
+        return awake
+
+    async def wake_up_async(self, tags=None):
+        with self._change("wake_up") if self._asleep else contextlib.nullcontext():
+            awake = await super().wake_up_async(tags)
+        self._woken(tags, awake)
+        await self._tell_async()
+        return awake
+
+    @contextlib.contextmanager
+    def _change(self, what: str) -> Iterator[None]:
+        """Count the block as a change of the weights, and hold back requests meanwhile."""
+        mixed = config.mixed_updates
+        if (reason := self._epochs.why_not(what, mixed)) is not None:
+            raise RefusedRequest(reason)
+        core = getattr(self, "engine_core", None)
+        if self._epochs.running and getattr(core, "batch_queue", None):
+            raise RefusedRequest(f"{what}: must not change weights before the outputs of the last step have been read")
+        self._read_queue()
+        self._epochs.change()
+        self._changes += 1
+        self._settled.clear()
+        try:
+            yield
+        finally:
+            self._epochs.changed()
+            self._epochs.told = None
+            self._changes -= 1
+            if not self._changes:
+                self._settled.set()
+
+    def _read_queue(self) -> None:
+        """Count the outputs that a synchronous client has received and not yet read."""
+        waiting = getattr(self, "outputs_queue", None)
+        if isinstance(waiting, queue.Queue):
+            with contextlib.suppress(queue.Empty):
+                while not isinstance(outputs := waiting.get_nowait(), Exception):
+                    self._count(outputs)
+                    self._read.append(outputs)
+                waiting.put(outputs)  # the engine is dead: `get_output` raises the error
+
+    # What the workers know
+
+    def _untold(self) -> bool:
+        self._epochs.notice()
+        return self._epochs.told != self._epochs.epoch
+
+    def _tell(self) -> None:
+        """Tell the workers the epoch, and learn whether the weights are those of one model."""
+        if self._untold():
+            self._epochs.told = self._epochs.epoch
+            self._learn(super().collective_rpc("alignkit_epoch", None, self._news()))
+            if not self._versioned and hasattr(super(), "set_weight_version"):
+                super().set_weight_version(self._version())
+
+    async def _tell_async(self) -> None:
+        if self._untold():
+            self._epochs.told = self._epochs.epoch
+            self._learn(await super().collective_rpc_async("alignkit_epoch", None, self._news()))
+            if not self._versioned and hasattr(super(), "set_weight_version_async"):
+                await super().set_weight_version_async(self._version())
+
+    def _news(self) -> tuple:
+        return self._epochs.epoch, config.mixed_updates
+
+    def _learn(self, problems: list) -> None:
+        self._epochs.problem = next(filter(None, problems), None)
+
+    def _version(self) -> str:
+        return f"epoch {self._epochs.epoch}"
+
+    def set_weight_version(self, weight_version: str) -> None:
+        self._versioned = True
+        super().set_weight_version(weight_version)
+
+    async def set_weight_version_async(self, weight_version: str) -> None:
+        self._versioned = True
+        await super().set_weight_version_async(weight_version)
+
+    # Pauses
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        super().sleep(level, mode)
+        self._slept(level)
+        if mode == "abort":
+            self._epochs.forget(list(self._epochs.running))  # an engine in this process sends no outputs for them
+        self._tell()
+
+    async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
+        await super().sleep_async(level, mode)
+        self._slept(level)
+        await self._tell_async()
+
+    def _slept(self, level: int) -> None:
+        self._asleep |= level >= 1
+        self._epochs.pause(cleared=level >= 1)
+        self._epochs.told = None
+
+    def _woken(self, tags, awake: bool | None) -> None:
+        # vLLM resumes steps once all memory is resident again; before 0.27 it does not return whether it has.
+        if awake or (awake is None and (not tags or "kv_cache" in tags or "scheduling" in tags)):
+            self._asleep = False
+            self._epochs.resume()
+
+    async def pause_scheduler_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        await super().pause_scheduler_async(mode, clear_cache)
+        self._epochs.pause(clear_cache)
+
+    async def pause_generation_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        await super().pause_generation_async(mode, clear_cache)
+        self._epochs.pause(clear_cache)
+
+    async def resume_scheduler_async(self) -> None:
+        await self._tell_async()
+        self._epochs.resume()
+        await super().resume_scheduler_async()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        done = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        return self._reset(done, reset_running_requests)
+
+    async def reset_prefix_cache_async(self, reset_running_requests=False, reset_connector=False) -> bool:
+        done = await super().reset_prefix_cache_async(reset_running_requests, reset_connector)
+        return self._reset(done, reset_running_requests)
+
+    def _reset(self, done: bool, running: bool) -> bool:
+        if done and running:
+            self._epochs.clear()
+        return done
+
+
+def aligned(cls: type) -> type:
+    """Return the aligned client that derives from one of vLLM's client classes."""
+    return type(cls.__name__, (AlignedClient, cls), {"__module__": cls.__module__})
+
+
+def _name(method: Any) -> str:
+    return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
+
+
+def _reads(method: Any) -> bool:
+    return isinstance(method, str) and (method in epochs.READS or method in config.read_methods)

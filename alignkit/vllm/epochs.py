@@ -1,0 +1,179 @@
+"""Epochs of an engine's weights, as the process of its front end counts them: a number that grows with each change.
+
+KV-cache entries and tokens belong to the epoch of the weights that computed them. vLLM does not tell them apart: it
+reuses cached prefixes across changes, and goes on with requests in flight. `client` counts the calls that may change
+weights, keeps the cached prefixes of epochs apart and rejects a change that would mix two models. `updates` checks the
+same in the workers. No vLLM code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MIXED = -1
+"""Epoch of a token whose KV cache has entries of several epochs: its logprob belongs to no model."""
+READS = frozenset(
+    """
+    alignkit_epoch alignkit_status alignkit_weights check_health compute_weight_checksums get_cache_block_size_bytes
+    get_kv_cache_spec get_kv_connector_handshake_metadata get_supported_tasks init_weight_transfer_engine list_loras
+    profile reset_encoder_cache reset_mm_cache shutdown_weight_transfer_engine synchronize_device
+    """.split()
+)
+"""Methods of vLLM's and alignkit's workers that change no weights. A call of any other method counts as a change."""
+
+
+@dataclass
+class Tokens:
+    """Epochs of a request's sampled tokens. spans: (index of the first token, epoch), ascending."""
+
+    spans: list[tuple[int, int]]
+    count: int = 0
+
+    def add(self, tokens: int, epoch: int) -> None:
+        """Count tokens that arrived in `epoch`."""
+        last = self.spans[-1][1]
+        if last not in (epoch, MIXED):
+            self.begin(epoch)
+        self.count += tokens
+
+    def begin(self, epoch: int) -> None:
+        """Start a span."""
+        if self.spans[-1][0] == self.count:
+            self.spans.pop()
+        self.spans.append((self.count, epoch))
+
+    def epochs(self, count: int) -> list[int]:
+        """Return the epoch of each of the first `count` tokens."""
+        ends = [start for start, _ in self.spans[1:]] + [count]
+        runs = (
+            itertools.repeat(epoch, max(0, min(end, count) - start))
+            for (start, epoch), end in zip(self.spans, ends, strict=True)
+        )
+        return list(itertools.chain.from_iterable(runs))
+
+
+@dataclass
+class Epochs:
+    """The epochs of one engine and its requests in flight.
+
+    epoch: the current one; 0 are the weights of the engine's start. told: the last epoch that the workers know, None
+    before the first. problem: why the weights are those of no model, or None. stopped: why the engine cannot go on, or
+    None. local: changes that a worker in this process made, whether or not the client called it. running: requests sent
+    to the engine. finished: requests whose last output has not been read yet. weights: digests of fingerprints by
+    epoch, as far as they were computed.
+    """
+
+    epoch: int = 0
+    told: int | None = None
+    problem: str | None = None
+    stopped: str | None = None
+    local: int = 0
+    running: dict[str, Tokens] = field(default_factory=dict)
+    finished: dict[str, Tokens] = field(default_factory=dict)
+    weights: dict[int, str] = field(default_factory=dict)
+    _seen: int = 0
+    _paused: bool = False
+    _cleared: bool = False
+
+    def refusal(self) -> str | None:
+        """Return why no request can be added, or None."""
+        if self.stopped is not None:
+            return f"vLLM engine: a step was rejected, so make a new engine. Reason: {self.stopped}"
+        return self.problem
+
+    def why_not(self, what: str, mixed: bool) -> str | None:
+        """Return why the weights must not change now, or None. mixed: the user asks for tokens of several epochs."""
+        if not self.running or (self._paused and (self._cleared or mixed)):
+            return None
+        state = "paused without clearing it" if self._paused else "not paused"
+        return (
+            f"{what}: must not change weights with requests in flight, whose KV cache would mix two models, got "
+            f"{len(self.running)} requests, {state}. Wait for them, abort them, or call pause_generation(mode='keep', "
+            "clear_cache=True) before the update and resume_generation() after it (docs/identity.md)"
+        )
+
+    def change(self) -> None:
+        """Count a change of the weights."""
+        self.epoch += 1
+        if not self._cleared:
+            for tokens in self.running.values():
+                tokens.begin(MIXED)
+
+    def changed(self) -> None:
+        """Note that a change is complete, with all that a worker of this process did in it."""
+        self._seen = self.local
+
+    def notice(self) -> None:
+        """Count the changes that a worker of this process made without a call of the client."""
+        if self._seen != self.local:
+            self.changed()
+            self.change()
+
+    def pause(self, cleared: bool) -> None:
+        """Note that no step runs. cleared: the KV cache was cleared too, also that of the requests in flight."""
+        self._paused = True
+        if cleared:
+            self.clear()
+
+    def clear(self) -> None:
+        """Note that the KV cache was cleared, also that of the requests in flight."""
+        self._cleared = self._paused
+        for tokens in self.running.values():
+            if tokens.spans[-1][1] == MIXED:
+                tokens.begin(self.epoch)
+
+    def resume(self) -> None:
+        """Note that steps run."""
+        self._paused = self._cleared = False
+
+    def salt(self, given: str | None) -> str | None:
+        """Return the salt of a request's cached prefixes, which no other epoch shares. given: the user's salt."""
+        if self.epoch == 0:
+            return given
+        return f"alignkit epoch {self.epoch}" + (f", {given}" if given else "")
+
+    def add(self, request: str) -> None:
+        """Count a request that is sent to the engine."""
+        self.running[request] = Tokens([(0, self.epoch)])
+
+    def arrived(self, request: str, tokens: int, finished: bool) -> None:
+        """Count sampled tokens. They must be given in the order in which the engine sent them, relative to changes."""
+        found = self.running.get(request)
+        if found is not None:
+            found.add(tokens, self.epoch)
+            if finished:
+                self.finished[request] = self.running.pop(request)
+
+    def forget(self, requests: Iterable[str]) -> None:
+        """Drop requests that were aborted."""
+        for request in requests:
+            self.running.pop(request, None)
+            self.finished.pop(request, None)
+
+    def take(self, request: str) -> Tokens | None:
+        """Return the tokens of a finished request, or None if this engine does not have it."""
+        return self.finished.pop(request, None) or self.running.get(request)
+
+
+_ENGINES: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()
+"""Engines whose front end or worker runs in this process, by the id of their configuration. They own the values."""
+
+
+def started(config) -> Epochs:
+    """Return the epochs of a new engine. config: its `VllmConfig`; an earlier one may have had the same id."""
+    _ENGINES[id(config)] = epochs = Epochs()
+    return epochs
+
+
+def of(config) -> Epochs:
+    """Return the epochs of an engine in this process. config: its `VllmConfig`."""
+    return _ENGINES.get(id(config)) or started(config)
+
+
+def holder(request: str) -> tuple[Epochs, Tokens] | None:
+    """Return the engine that has a finished request and the request's tokens; None if no engine or several have it."""
+    found = [(engine, tokens) for engine in _ENGINES.values() if (tokens := engine.take(request))]
+    return found[0] if len(found) == 1 else None
