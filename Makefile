@@ -28,7 +28,7 @@ test: SLOW = not slow
 test-slow: SLOW = slow
 test test-slow: setup $(ENGINES)/.fetched $(FRAMEWORKS)/.fetched
 	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) ALIGNKIT_FRAMEWORKS=$(CURDIR)/$(FRAMEWORKS) $(VENV)/bin/python -m pytest \
-	  -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m "$(SLOW)" $(TEST_ARGS)
+	  -n $(TEST_JOBS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "$(SLOW)" $(TEST_ARGS)
 
 # Errors, layout, types, spelling and wording. `.venv/bin/ruff check --fix` and `.venv/bin/ruff format` fix most findings.
 lint: setup
