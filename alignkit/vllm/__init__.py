@@ -7,7 +7,7 @@ docs/api/vllm.md documents `__all__`.
 
 from importlib import import_module
 
-__all__ = ["Patch", "patch_vllm", "status", "worker_status"]
+__all__ = ["Patch", "patch_vllm", "status", "token_epochs", "worker_status"]
 
 
 def __getattr__(name: str):

@@ -12,6 +12,8 @@ import queue
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
 from alignkit.config import config
 from alignkit.engines.hook_points import relies_on
 from alignkit.vllm import epochs
@@ -52,7 +54,8 @@ class AlignedClient:
     def __init__(self, vllm_config, *args, **kwargs) -> None:
         self._epochs = epochs.of(vllm_config)
         self._asleep = self._versioned = False
-        self._changes = 0
+        self._holders = 0
+        self._failed: str | None = None
         self._settled = asyncio.Event()
         self._settled.set()
         self._read: list = []  # outputs of a synchronous client that were counted before a change
@@ -69,6 +72,10 @@ class AlignedClient:
         while not self._settled.is_set() or self._untold():
             await self._settled.wait()
             await self._tell_async()
+        if (reason := self._epochs.refusal()) is not None:  # since the front end has accepted the request
+            ended = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+            self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=[ended]))  # the front end forgets it
+            raise RefusedRequest(reason)
         self._add(request)
         await super().add_request_async(request)
 
@@ -151,15 +158,26 @@ class AlignedClient:
             raise RefusedRequest(f"{what}: must not change weights before the outputs of the last step have been read")
         self._read_queue()
         self._epochs.change()
-        self._changes += 1
+        with self._holding():
+            try:
+                yield
+            except BaseException:
+                self._failed = what
+                raise
+            finally:
+                self._epochs.changed()
+                self._epochs.told = None
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Hold back requests within the block."""
+        self._holders += 1
         self._settled.clear()
         try:
             yield
         finally:
-            self._epochs.changed()
-            self._epochs.told = None
-            self._changes -= 1
-            if not self._changes:
+            self._holders -= 1
+            if not self._holders:
                 self._settled.set()
 
     def _read_queue(self) -> None:
@@ -189,12 +207,14 @@ class AlignedClient:
     async def _tell_async(self) -> None:
         if self._untold():
             self._epochs.told = self._epochs.epoch
-            self._learn(await super().collective_rpc_async("alignkit_epoch", None, self._news()))
+            with self._holding():  # until it is known whether the weights are whole
+                self._learn(await super().collective_rpc_async("alignkit_epoch", None, self._news()))
             if not self._versioned and hasattr(super(), "set_weight_version_async"):
                 await super().set_weight_version_async(self._version())
 
     def _news(self) -> tuple:
-        return self._epochs.epoch, config.mixed_updates
+        failed, self._failed = self._failed, None
+        return self._epochs.epoch, config.mixed_updates, failed
 
     def _learn(self, problems: list) -> None:
         self._epochs.problem = next(filter(None, problems), None)
@@ -245,6 +265,8 @@ class AlignedClient:
 
     async def resume_scheduler_async(self) -> None:
         await self._tell_async()
+        if self._epochs.problem is not None and self._epochs.running:
+            raise RefusedRequest(f"resume_generation: {self._epochs.problem}")
         self._epochs.resume()
         await super().resume_scheduler_async()
 
@@ -268,7 +290,7 @@ def aligned(cls: type) -> type:
 
 
 def _name(method: Any) -> str:
-    return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
+    return method if isinstance(method, str) else f"{getattr(method, '__name__', type(method).__name__)}()"
 
 
 def _reads(method: Any) -> bool:

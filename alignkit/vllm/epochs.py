@@ -13,6 +13,10 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from alignkit.errors import InputError
+
+KEY = "alignkit"
+"""Key in a request output's `kv_transfer_params`."""
 MIXED = -1
 """Epoch of a token whose KV cache has entries of several epochs: its logprob belongs to no model."""
 READS = frozenset(
@@ -156,6 +160,31 @@ class Epochs:
     def take(self, request: str) -> Tokens | None:
         """Return the tokens of a finished request, or None if this engine does not have it."""
         return self.finished.pop(request, None) or self.running.get(request)
+
+
+def token_epochs(output) -> dict[int, list[int]]:
+    """Return the epoch of each sampled token of a finished request.
+
+    An epoch is the number of changes of the engine's weights before the token was computed. The epoch -1 marks tokens
+    whose KV cache has entries of several epochs (docs/identity.md).
+
+    Args:
+        output: A finished `vllm.RequestOutput`, the last one of a stream. The tokens of its completions must be all
+            tokens of the request, as `RequestOutputKind.FINAL_ONLY` and `CUMULATIVE` give them.
+
+    Returns:
+        The epochs by the index of the completion.
+
+    Raises:
+        InputError: The request has not finished, or comes from an engine that is not aligned.
+    """
+    given = (output.kv_transfer_params or {}).get(KEY)
+    if given is None:
+        raise InputError("output: must be a finished output of an aligned engine, got one without epochs")
+    return {
+        completion.index: Tokens(given["epochs"][str(completion.index)]).epochs(len(completion.token_ids))
+        for completion in output.outputs
+    }
 
 
 _ENGINES: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()

@@ -15,9 +15,6 @@ from alignkit.vllm import epochs, versions
 from alignkit.vllm.refuse import refuse_config, request_rejection
 from alignkit.vllm.worker_class import is_aligned
 
-KEY = "alignkit"
-"""Key in a request output's `kv_transfer_params`."""
-
 
 @relies_on("exceptions.py:VLLMClientError", when="client_error")
 class RefusedRequest(UnsupportedError, versions.resolve(versions.installed().client_error)):
@@ -67,7 +64,7 @@ def refuse_stock(validate_params):
 def with_epochs(make_request_output):
     """Wrap `RequestState.make_request_output` to give the epochs of a finished request's tokens.
 
-    They are in ``kv_transfer_params[KEY]``, which vLLM's server returns too: the contract id, and for each
+    They are in ``kv_transfer_params[epochs.KEY]``, which vLLM's server returns too: the contract id, and for each
     completion, by index, pairs of a first token and its epoch. `token_epochs` reads them.
     """
 

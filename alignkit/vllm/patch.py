@@ -20,6 +20,7 @@ from alignkit.engines import patch as engine_patch
 from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
 from alignkit.vllm import epochs
+from alignkit.vllm.epochs import token_epochs  # noqa: F401 - public here
 from alignkit.vllm.policy import fusions
 from alignkit.vllm.refuse import refuse_config
 from alignkit.vllm.versions import installed

@@ -41,12 +41,12 @@ class Updates:
     """The changes of one worker's weights.
 
     arch: the architecture that the engine was built for. epochs: what the worker's process knows of the engine. held:
-    returns the requests whose KV cache the worker holds.
+    returns the requests whose KV cache the worker holds. touched: whether weights may have changed since `tell`.
     """
 
     def __init__(self, arch: Architecture, epochs: Epochs, held: Callable[[], Iterable[str]]) -> None:
         self._arch, self._epochs, self._held = arch, epochs, held
-        self._mixed = self._untold = False
+        self._mixed = self.touched = False
         self._stale: set[str] = set()
         self._missing: set[str] = set()
         self.epoch: int | None = None
@@ -61,7 +61,7 @@ class Updates:
             raise UnsupportedError(
                 "vLLM engine: must get its requests from a process that patch_vllm() has patched, got one that is not"
             )
-        if self._untold and scheduled.scheduled_new_reqs:
+        if self.touched and scheduled.scheduled_new_reqs:
             raise UnsupportedError(
                 "weights: must be changed by calls of the engine, such as collective_rpc, whose workers are in other "
                 "processes: otherwise cached prefixes of the old weights would be used"
@@ -81,14 +81,17 @@ class Updates:
         if self._epochs.problem is not None:
             raise UnsupportedError(self._epochs.problem)
 
-    def tell(self, epoch: int, mixed: bool) -> str | None:
+    def tell(self, epoch: int, mixed: bool, failed: str | None) -> str | None:
         """Take the epoch of the next requests; return why the weights are those of no model, or None.
 
-        mixed: whether the user asks for tokens of several epochs.
+        mixed: whether the user asks for tokens of several epochs. failed: the call that may change weights and failed
+        since the last epoch, or None.
         """
         if self.epoch not in (None, epoch):
             self._stale.update(self._held())
-        self.epoch, self._mixed, self._untold = epoch, mixed, False
+        if failed is not None and self._epochs.problem is None:
+            self._lose(f"{failed}: failed and may have changed some of the weights")
+        self.epoch, self._mixed, self.touched = epoch, mixed, False
         return self._epochs.problem
 
     def begin(self, what: str) -> None:
@@ -110,20 +113,18 @@ class Updates:
         try:
             yield
         except BaseException as e:
-            self._epochs.problem = (
-                f"{what}: failed and may have changed some of the weights ({type(e).__name__}: {e}). Load a whole "
-                "checkpoint, or make a new engine"
-            )
+            self._lose(f"{what}: failed and may have changed some of the weights ({type(e).__name__}: {e})")
             raise
         self.end()
 
     def discarded(self) -> None:
         """Reject steps until every tensor has been loaded."""
         self.touch()
+        self._lose("sleep(level=2): has discarded the weights")
+
+    def _lose(self, reason: str) -> None:
         self._missing = set(self._arch.hf_shapes())
-        self._epochs.problem = (
-            "sleep(level=2): has discarded the weights. Load a whole checkpoint before the next request"
-        )
+        self._epochs.problem = f"{reason}. Load a whole checkpoint, or make a new engine"
 
     def watch(self, load_weights: Callable) -> Callable:
         """Return a model's `load_weights` that counts as a change; frameworks call it directly."""
@@ -132,7 +133,11 @@ class Updates:
         def load(weights, *args, **kwargs):
             self.touch()
             loaded: set[str] = set()
-            result = load_weights(self.counted(weights, loaded), *args, **kwargs)
+            try:
+                result = load_weights(self.counted(weights, loaded), *args, **kwargs)
+            except BaseException as e:
+                self._lose(f"load_weights: failed and may have changed some of the weights ({type(e).__name__}: {e})")
+                raise
             if self._missing:
                 self._missing -= loaded
                 if not self._missing:
@@ -144,7 +149,7 @@ class Updates:
     def touch(self) -> None:
         """Note that weights may have changed."""
         self._epochs.local += 1
-        self._untold = True
+        self.touched = True
         self._stale.update(self._held())
 
     def check_files(self, path: str | os.PathLike) -> None:

@@ -144,9 +144,11 @@ class AlignedWorker(resolve(installed().worker)):
         for ids in (1, 2):  # the compiler specializes on 1
             token_logprobs(logits, torch.zeros(len(logits), ids, dtype=torch.int64, device=logits.device))
 
-    def alignkit_epoch(self, epoch: int, mixed: bool) -> str | None:
-        """Take the epoch of the next requests: see `Updates.tell`."""
-        return self._updates.tell(epoch, mixed)
+    def alignkit_epoch(self, epoch: int, mixed: bool, failed: str | None) -> str | None:
+        """Take the epoch of the next requests: see `Updates.tell`. failed: a method of the worker, or a function."""
+        own = failed is not None and failed in vars(AlignedWorker)  # its methods note the changes that they make
+        ran = self._updates.touched if own else failed is None or failed.endswith("()") or hasattr(self, failed)
+        return self._updates.tell(epoch, mixed, failed if ran else None)
 
     def alignkit_status(self) -> dict:
         """Return the current state of this worker: see `alignkit.vllm.worker_status`."""
