@@ -301,6 +301,12 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
     "option to compare a stock with an aligned engine.",
 )
 @click.option(
+    "--allow-weights-mismatch",
+    is_flag=True,
+    help="Compare files whose weights differ. By default, files with different digests of the weights are refused. A "
+    "file without a digest is compared; the report then says that its weights are unknown.",
+)
+@click.option(
     "--worst",
     metavar="N",
     type=IntegerFrom(0),
@@ -309,12 +315,12 @@ def check(model, model_family, out, dtypes, tp, full, trainings, max_tokens, tem
     help="Number of tokens to print, those with the largest differences first; at least 0.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
+def compare(rollout, training, allow_contract_mismatch, allow_weights_mismatch, worst, as_json) -> int:
     """Compare two logprob files.
 
     ROLLOUT and TRAINING are files of the same tokens, written by the Python function `alignkit.drift.save`. Prints
-    drift metrics and the tokens whose logprobs differ most. `python -m pydoc alignkit.drift.DriftReport` explains the
-    metrics.
+    drift metrics, what is known about weights and settings, the causes of a difference that follow from it, and the
+    tokens whose logprobs differ most. `python -m pydoc alignkit.drift.DriftReport` explains the metrics.
 
     The exit status is 0 if all logprobs are finite and bitwise equal, and 1 if any is not. `alignkit --help` lists the
     other statuses.
@@ -325,7 +331,11 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
     from . import drift
 
     report = drift.compare(
-        drift.load(rollout), drift.load(training), worst=worst, allow_contract_mismatch=allow_contract_mismatch
+        drift.load(rollout),
+        drift.load(training),
+        worst=worst,
+        allow_contract_mismatch=allow_contract_mismatch,
+        allow_weights_mismatch=allow_weights_mismatch,
     )
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=1))
@@ -337,6 +347,8 @@ def compare(rollout, training, allow_contract_mismatch, worst, as_json) -> int:
         for name, value in report.metrics("").items():
             view.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
         console.print(view)
+        for line in (*report.identity, *(f"cause: {cause}" for cause in report.causes)):
+            console.print(line, soft_wrap=True, markup=False)
         for token in report.worst:
             console.print(f"worst: {token}", soft_wrap=True)
     return 0 if report.all_equal else EXIT_DIFFERENT

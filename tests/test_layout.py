@@ -33,7 +33,7 @@ ALLOWED = {
     "engines": BASE | {"runtime"},
     "megatron": BASE | ENGINES - ADAPTERS,
     "vllm": BASE | ENGINES - ADAPTERS,
-    "drift": BASE | {"runtime"},
+    "drift": BASE | {"identity", "runtime"},
     "jobs": BASE | ENGINES | {"drift"},
     "check": BASE | {"convert", "drift", "jobs", "models", "runtime"},
     "bisect": BASE | ENGINES | {"drift", "jobs"},

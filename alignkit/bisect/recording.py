@@ -25,8 +25,9 @@ from safetensors.torch import save_file
 
 from ..convert import Architecture, Checkpoint
 from ..drift import bounded
-from ..drift.files import MAX_CONTRACT, MAX_SEQUENCES, MAX_TOKENS
+from ..drift.files import MAX_SEQUENCES, MAX_TOKENS
 from ..errors import InputError
+from ..identity.identity import MAX_CONTRACT
 from .points import Point, points
 
 FORMAT = "alignkit-recording"

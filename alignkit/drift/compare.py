@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from .files import Logprobs
+from ..identity import Identity
+from .causes import MIXED, Sides
+from .files import Logprobs, check_epochs, check_temperature
+
+Identities = tuple[Identity | None, Identity | None]
+Temperatures = tuple[float | None, float | None]
+_TEXTS = ("first_difference", "worst", "identity", "causes")
+"""Fields of `DriftReport` that are not numbers."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,10 @@ class DriftReport:
         token_mult_prob_error: Mean of exp(abs(d)).
         first_difference: First token, in order, that is not bit-equal; None if every token is.
         worst: Tokens that are not bit-equal: nonfinite tokens first, then by descending abs(d).
+        identity: One line each for epochs, weights, temperature and contract, such as ``"weights: equal (3f1c...)"``.
+            They say equal, different or unknown, even if all tokens are bit-equal.
+        causes: Causes of drift that follow from `identity`, the first cause first; empty if all tokens are bit-equal.
+            Known differences come first, then what is unknown, or numerics if nothing is (docs/drift.md).
     """
 
     tokens: int
@@ -89,6 +100,8 @@ class DriftReport:
     token_mult_prob_error: float
     first_difference: TokenDifference | None
     worst: tuple[TokenDifference, ...]
+    identity: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
 
     @property
     def all_equal(self) -> bool:
@@ -102,9 +115,9 @@ class DriftReport:
             prefix: Text prepended to each field name.
 
         Returns:
-            ``{prefix + name: value}`` for every field except `first_difference` and `worst`.
+            ``{prefix + name: value}`` for every field except `first_difference`, `worst`, `identity` and `causes`.
         """
-        return {prefix + k: v for k, v in asdict(self).items() if k not in ("first_difference", "worst")}
+        return {prefix + k: v for k, v in asdict(self).items() if k not in _TEXTS}
 
     def to_json(self) -> dict:
         """Return all fields as JSON values; a nonfinite number becomes None."""
@@ -112,28 +125,48 @@ class DriftReport:
 
 
 def compare(
-    rollout: Logprobs, training: Logprobs, *, allow_contract_mismatch: bool = False, worst: int = 10
+    rollout: Logprobs,
+    training: Logprobs,
+    *,
+    allow_contract_mismatch: bool = False,
+    allow_weights_mismatch: bool = False,
+    worst: int = 10,
 ) -> DriftReport:
     """Compare two sets of logprobs of the same prompts and tokens.
+
+    `training.epochs` is not used: epochs count the changes of a rollout engine.
 
     Args:
         rollout: Logprobs of the rollout engine.
         training: Logprobs of the training engine, for the same prompts and tokens.
         allow_contract_mismatch: Compare even if the contract ids differ, e.g. to measure drift against a stock engine.
+        allow_weights_mismatch: Compare even if both digests of the weights are known and differ.
         worst: Maximum number of tokens in `DriftReport.worst`.
 
     Returns:
         The drift over all sampled tokens.
 
     Raises:
-        InputError: No token was sampled, the prompts or tokens differ, or the contract ids differ.
+        InputError: No token was sampled, the prompts, tokens, contract ids or known digests of the weights differ, or
+            a field is invalid.
     """
+    identity = Identity(rollout.contract, rollout.weights), Identity(training.contract, training.weights)
     if rollout.contract != training.contract and not allow_contract_mismatch:
         raise InputError(
             f"contract: rollout and training must have the same contract id, got {rollout.contract!r} and "
             f"{training.contract!r}. Pass allow_contract_mismatch=True (alignkit compare: --allow-contract-mismatch) "
             "to compare them nevertheless."
         )
+    known = rollout.weights is not None and training.weights is not None
+    if known and rollout.weights != training.weights and not allow_weights_mismatch:
+        raise InputError(
+            f"weights: rollout and training must have the same weights, got the digests {rollout.weights!r} and "
+            f"{training.weights!r}. Pass allow_weights_mismatch=True (alignkit compare: --allow-weights-mismatch) to "
+            "compare them nevertheless."
+        )
+    check_epochs(rollout)
+    temperature = rollout.temperature, training.temperature
+    _check_temperatures(temperature)
     for name in ("prompts", "tokens"):
         _same_ids(name, getattr(rollout, name), getattr(training, name))
     counts = torch.tensor([len(row) for row in rollout.tokens], dtype=torch.int64)
@@ -142,19 +175,35 @@ def compare(
     ids = [t for row in rollout.tokens for t in row]
     if not ids:
         raise InputError("tokens: rollout and training must have at least one sampled token, got none")
-    return _report(torch.cat(rollout.logprobs), torch.cat(training.logprobs), sequence, position, ids, worst)
+    epochs = None if rollout.epochs is None else torch.cat([x.detach().cpu() for x in rollout.epochs])
+    sides = Sides(identity, epochs, temperature)
+    return _report(torch.cat(rollout.logprobs), torch.cat(training.logprobs), sequence, position, ids, worst, sides)
 
 
 def compare_tensors(
-    rollout_logp: torch.Tensor, train_logp: torch.Tensor, mask: torch.Tensor | None = None, *, worst: int = 10
+    rollout_logp: torch.Tensor,
+    train_logp: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    worst: int = 10,
+    identity: Identities | None = None,
+    epochs: torch.Tensor | None = None,
+    temperature: Temperatures | None = None,
 ) -> DriftReport:
     """Compare padded logprobs inside a training loop; each rank compares its own tensors.
+
+    `identity`, `epochs` and `temperature` explain a difference; they never change a number. Different weights or
+    contracts are causes in the report, not errors.
 
     Args:
         rollout_logp: Logprobs of the rollout engine (natural logarithm), ``[B, S]``, fp32 or bf16, on any device.
         train_logp: Logprobs of the training engine, same shape and dtype as `rollout_logp`, on any device.
         mask: ``[B, S]``, bool or 0/1; true where the position is a sampled token. None selects every position.
         worst: Maximum number of tokens in `DriftReport.worst`.
+        identity: Identities of rollout and training; None for an unknown one.
+        epochs: ``[B, S]``, int64 or int32, on any device: the epoch of the weights that computed each rollout token,
+            or -1 if its KV cache has entries of several epochs. Values that the mask does not select are ignored.
+        temperature: Temperatures of rollout and training, positive and finite in fp32; None for an unknown one.
 
     Returns:
         The drift over the selected tokens; `TokenDifference.token_id` is None.
@@ -195,8 +244,38 @@ def compare_tensors(
             if mask.numel()
             else f"rollout_logp: must have at least one value, got shape {list(rollout_logp.shape)}"
         )
+    sides = sides_of(identity, epochs, temperature, mask.bool())
     rollout, training = (x.detach().cpu()[sequence, position] for x in (rollout_logp, train_logp))
-    return _report(rollout, training, sequence, position, None, worst)
+    return _report(rollout, training, sequence, position, None, worst, sides)
+
+
+def sides_of(
+    identity: Identities | None, epochs: torch.Tensor | None, temperature: Temperatures | None, mask: torch.Tensor
+) -> Sides:
+    """Return the facts about both sides over the tokens that `mask` selects: bool [B, S] on the CPU.
+
+    Raises InputError that names the argument.
+    """
+    identity = (None, None) if identity is None else checked_pair("identity", identity)
+    for one in identity:
+        if one is not None and not isinstance(one, Identity):
+            raise InputError(f"identity: expected an alignkit.identity.Identity or None, got {one!r:.80}")
+    temperature = (None, None) if temperature is None else checked_pair("temperature", temperature)
+    _check_temperatures(temperature)
+    if epochs is None:
+        return Sides(identity, None, temperature)
+    if not isinstance(epochs, torch.Tensor):
+        raise InputError(f"epochs: expected a torch.Tensor [B, S] or None, got {type(epochs).__name__}")
+    if epochs.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"epochs: expected torch.int64 or torch.int32, got {epochs.dtype}")
+    if epochs.shape != mask.shape:
+        raise InputError(f"epochs: expected shape {list(mask.shape)}, got {list(epochs.shape)}")
+    selected = epochs.detach().cpu()[mask].long()
+    if bool((selected < MIXED).any()):
+        raise InputError(
+            f"epochs: must be at least {MIXED} (mixed) where the mask selects a token, got {int(selected.min())}"
+        )
+    return Sides(identity, selected, temperature)
 
 
 def finite_or_none(value: Any) -> Any:
@@ -215,6 +294,7 @@ def _report(
     position: torch.Tensor,
     ids: list[int] | None,
     worst: int,
+    sides: Sides,
 ) -> DriftReport:
     """Build the report from flat arguments with one element per token; `sequence` is ascending."""
     bits = torch.int32 if rollout.dtype == torch.float32 else torch.int16
@@ -237,6 +317,7 @@ def _report(
     # Nonfinite tokens sort as an infinite difference; ties keep the token order.
     distance = torch.where(finite, difference.abs(), torch.inf)[unequal]
     order = unequal[distance.sort(descending=True, stable=True).indices][:worst]
+    identity, causes = sides.explain(~equal)
     return DriftReport(
         tokens=rollout.numel(),
         sequences=len(distinct),
@@ -255,7 +336,22 @@ def _report(
         token_mult_prob_error=d.abs().exp().mean().item(),
         first_difference=token(int(unequal[0])) if len(unequal) else None,
         worst=tuple(token(i) for i in order.tolist()),
+        identity=identity,
+        causes=causes,
     )
+
+
+def checked_pair(name: str, values) -> tuple:
+    """Return the pair (rollout, training) as a tuple. Raises InputError that names the argument."""
+    if not isinstance(values, (tuple, list)) or len(values) != 2:
+        raise InputError(f"{name}: expected a pair (rollout, training) or None, got {values!r:.80}")
+    return tuple(values)
+
+
+def _check_temperatures(pair: Temperatures) -> None:
+    for one in pair:
+        if one is not None:
+            check_temperature(one)
 
 
 def _effective_fraction(log_weights: torch.Tensor) -> float:

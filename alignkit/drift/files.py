@@ -1,8 +1,9 @@
-"""Logprob files: the token ids of a set of sequences, their logprobs and the contract id.
+"""Logprob files: the token ids of a set of sequences, their logprobs, the contract id and the identity of the weights.
 
 A logprob file is a safetensors file. Sequences are concatenated; the `offsets` tensors hold each sequence's start.
 The token ids and the contract id are stored with the logprobs, so `compare` can reject files that do not match. Files
-outlive a release: another layout needs another `FORMAT_VERSION`, and docs/drift.md describes it.
+outlive a release: another layout needs another `FORMAT_VERSION`, and docs/drift.md describes it. Optional parts do not:
+readers of version 1 ignore unknown tensors and metadata, and the other parts keep their meaning.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..errors import InputError
+from ..identity import Identity
 from ..runtime.families import on_host
 from ..runtime.ids import contract_id
 from . import bounded
+from .causes import MIXED
 
 FORMAT = "alignkit-logprobs"
 FORMAT_VERSION = "1"
@@ -29,8 +32,6 @@ MAX_TOKENS = 2**26
 """Maximum number of prompt tokens and of sampled tokens in a file; bounds what a file can make its reader allocate."""
 MAX_SEQUENCES = 2**20
 """Maximum number of sequences in a file, and in a recording of bisect."""
-MAX_CONTRACT = 200
-"""Maximum length of a contract id, in characters."""
 MAX_META = 2**16
 """Maximum length of `Logprobs.meta` as JSON, in characters."""
 MAX_HEADER = 2**20
@@ -41,11 +42,15 @@ _DTYPES = {
     "tokens": torch.int64,
     "offsets": torch.int64,
     "logprobs": torch.float32,
+    "epochs": torch.int64,
 }
+_OPTIONAL = {"epochs"}
+"""Tensors that a file may lack."""
 _LIMITS = {
     "prompt_tokens": MAX_TOKENS,
     "tokens": MAX_TOKENS,
     "logprobs": MAX_TOKENS,
+    "epochs": MAX_TOKENS,
     "prompt_offsets": MAX_SEQUENCES + 1,
     "offsets": MAX_SEQUENCES + 1,
 }
@@ -53,7 +58,7 @@ _LIMITS = {
 
 @dataclass
 class Logprobs:
-    """Logprobs of the sampled tokens of a set of sequences.
+    """Logprobs of the sampled tokens of a set of sequences. None means unknown.
 
     Attributes:
         prompts: Token ids before the sampled ones, one list per sequence.
@@ -62,6 +67,11 @@ class Logprobs:
         contract: Contract id reported by the aligned engine: `alignkit.vllm.worker_status(llm)[0]["contract"]` or
             `alignkit.megatron.status(model)["contract"]`. ``"stock"`` for an unpatched engine.
         meta: Free text for people (engine, versions, mode); never compared.
+        weights: Digest of the weights' fingerprint, ``alignkit.fingerprint(model).digest``.
+        epochs: One int64 tensor ``[len(tokens[i])]`` per sequence: the epoch of the weights that computed each token,
+            or -1 if its KV cache has entries of several epochs. `weights` are those of the last epoch.
+        temperature: Number that divided the logits, positive and finite in fp32: 1.0 for raw logprobs, prompt logprobs
+            and greedy requests. vLLM replaces a temperature in (0, 0.01) by 0.01.
     """
 
     prompts: list[list[int]]
@@ -69,6 +79,9 @@ class Logprobs:
     logprobs: list[torch.Tensor]
     contract: str
     meta: dict[str, str] = field(default_factory=dict)
+    weights: str | None = None
+    epochs: list[torch.Tensor] | None = None
+    temperature: float | None = None
 
 
 def save(path: str | os.PathLike, logprobs: Logprobs) -> None:
@@ -84,20 +97,25 @@ def save(path: str | os.PathLike, logprobs: Logprobs) -> None:
     _check(logprobs)
     prompt_tokens, prompt_offsets = _pack(logprobs.prompts)
     tokens, offsets = _pack(logprobs.tokens)
-    flat = [x.detach().cpu().reshape(-1) for x in logprobs.logprobs]
     tensors = {
         "prompt_tokens": prompt_tokens,
         "prompt_offsets": prompt_offsets,
         "tokens": tokens,
         "offsets": offsets,
-        "logprobs": torch.cat(flat) if flat else torch.empty(0),
+        "logprobs": _concatenated(logprobs.logprobs, torch.float32),
     }
+    if logprobs.epochs is not None:
+        tensors["epochs"] = _concatenated(logprobs.epochs, torch.int64)
     metadata = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "contract": logprobs.contract,
         "meta": json.dumps(logprobs.meta, sort_keys=True),
     }
+    if logprobs.weights is not None:
+        metadata["weights"] = logprobs.weights
+    if logprobs.temperature is not None:
+        metadata["temperature"] = repr(float(logprobs.temperature))
     path = Path(path)
     # The rename makes the file appear under its name only when it is complete.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -130,15 +148,21 @@ def load(path: str | os.PathLike) -> Logprobs:
         if "contract" not in metadata:
             raise InputError(f"{path}: contract is missing from the metadata. Write the file with alignkit.drift.save.")
         # Check every size in the header before reading a tensor: the file may be any safetensors file.
-        for name in _DTYPES:
+        names = [name for name in _DTYPES if name not in _OPTIONAL or name in f.keys()]
+        for name in names:
             _check_tensor(path, f, name)
-        tensors = {name: f.get_tensor(name) for name in _DTYPES}
+        tensors = {name: f.get_tensor(name) for name in names}
     try:
         meta = json.loads(metadata.get("meta", "{}"))
     except (ValueError, RecursionError) as e:
         raise InputError(f"{path}: meta: must be JSON, got invalid JSON ({e!s:.100})") from None
     if not isinstance(meta, dict):
         raise InputError(f"{path}: meta: must be a JSON object, got a {type(meta).__name__}")
+    temperature = metadata.get("temperature")
+    try:
+        temperature = None if temperature is None else float(temperature)
+    except ValueError:
+        raise InputError(f"{path}: temperature: must be a number, got {temperature!r:.80}") from None
     prompts = _unpack(path, tensors, "prompt_tokens", "prompt_offsets")
     tokens = _unpack(path, tensors, "tokens", "offsets")
     values = _unpack(path, tensors, "logprobs", "offsets")
@@ -148,12 +172,41 @@ def load(path: str | os.PathLike) -> Logprobs:
         logprobs=values,
         contract=metadata["contract"],
         meta=meta,
+        weights=metadata.get("weights"),
+        epochs=_unpack(path, tensors, "epochs", "offsets") if "epochs" in tensors else None,
+        temperature=temperature,
     )
     try:
         _check(logprobs)
     except InputError as e:
         raise InputError(f"{path}: {e}") from None
     return logprobs
+
+
+def check_epochs(logprobs: Logprobs) -> None:
+    """Raise InputError unless `epochs` is None or has one int64 tensor of epochs for each sequence's tokens."""
+    epochs = logprobs.epochs
+    if epochs is None:
+        return
+    if not isinstance(epochs, (list, tuple)):
+        raise InputError(f"epochs: expected a list of tensors or None, got {type(epochs).__name__}")
+    if len(epochs) != len(logprobs.tokens):
+        raise InputError(f"epochs: expected {len(logprobs.tokens)} sequences as in tokens, got {len(epochs)}")
+    for i, (row, values) in enumerate(zip(logprobs.tokens, epochs, strict=True)):
+        if not isinstance(values, torch.Tensor) or values.dtype != torch.int64:
+            kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+            raise InputError(f"epochs: sequence {i}: expected a torch.int64 tensor, got {kind}")
+        if list(values.shape) != [len(row)]:
+            raise InputError(f"epochs: sequence {i}: expected shape [{len(row)}], got {list(values.shape)}")
+        if len(row) and int(values.min()) < MIXED:
+            raise InputError(f"epochs: sequence {i}: must be at least {MIXED} (mixed), got {int(values.min())}")
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise InputError unless `temperature` is a number that is positive and finite in fp32."""
+    number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+    if not number or not torch.finfo(torch.float32).tiny <= temperature <= torch.finfo(torch.float32).max:
+        raise InputError(f"temperature: must be positive and finite in fp32, got {temperature!r:.80}")
 
 
 def _check_tensor(path: Path, f: safe_open, name: str) -> None:
@@ -167,6 +220,10 @@ def _check_tensor(path: Path, f: safe_open, name: str) -> None:
         raise InputError(f"{path}: tensor {name!r}: expected {expected} of one dimension, got {dtype} of shape {shape}")
     if shape[0] > _LIMITS[name]:
         raise InputError(f"{path}: tensor {name!r}: at most {_LIMITS[name]} values are supported, got {shape[0]}")
+
+
+def _concatenated(rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=dtype), *(x.detach().cpu().reshape(-1) for x in rows)])
 
 
 def _pack(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,15 +272,10 @@ def _check(logprobs: Logprobs) -> None:
         if len(getattr(logprobs, name)) != sequences:
             raise InputError(f"{name}: expected {sequences} sequences as in tokens, got {len(getattr(logprobs, name))}")
     contract = logprobs.contract
-    if not (
-        isinstance(contract, str)
-        and 0 < len(contract) <= MAX_CONTRACT
-        and contract.isascii()
-        and contract.isprintable()
-    ):
-        raise InputError(
-            f"contract: expected a string of 1 to {MAX_CONTRACT} printable ASCII characters, got {contract!r:.80}"
-        )
+    Identity(contract, logprobs.weights)  # raises InputError that names the field
+    check_epochs(logprobs)
+    if logprobs.temperature is not None:
+        check_temperature(logprobs.temperature)
     for i, (row, values) in enumerate(zip(logprobs.tokens, logprobs.logprobs, strict=True)):
         if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
             kind = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__

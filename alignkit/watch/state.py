@@ -27,6 +27,8 @@ MAX_WORST = 20
 """Maximum number of worst tokens per rank and on the page."""
 MAX_METRICS = 200
 """Maximum number of metrics taken from a record."""
+MAX_CAUSES = 8
+"""Maximum number of causes taken from a record."""
 MAX_REPLAYS = 100
 """Maximum number of listed replays."""
 READ_LIMIT = 2**25
@@ -86,6 +88,8 @@ class Rank:
     latest: dict = field(default_factory=dict)
     """Metrics of the latest record by name."""
     first_difference: Worst | None = None
+    causes: list[str] = field(default_factory=list)
+    """Causes of the record with the first difference."""
     worst: list[Worst] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     """Curve in record order."""
@@ -120,6 +124,7 @@ class Rank:
         first = record["first_difference"]
         if self.first_difference is None and first is not None:
             self.first_difference = Worst(self.rank, step, _truncated(first))
+            self.causes = [cause[:_TEXT] for cause in record.get("causes", [])[:MAX_CAUSES]]
         worst = [Worst(self.rank, step, _truncated(token)) for token in record["worst"][:MAX_WORST]]
         if worst:
             self.worst = worst_of(self.worst + worst)
@@ -222,7 +227,7 @@ def summary(ranks: dict[int, Rank], replays: list[dict], refused: list[str], beh
         "behind": behind,
         "read_bytes": sum(rank.lines.offset for rank in ranks.values()),
         "all_bytes": sum(rank.size for rank in ranks.values()),
-        "first_difference": None if first is None else _worst_json(first),
+        "first_difference": None if first is None else {**_worst_json(first), "causes": ranks[first.rank].causes},
         "ranks": [
             {
                 "rank": rank.rank,

@@ -12,8 +12,8 @@ from alignkit.drift import Logprobs, save
 
 @pytest.fixture
 def files(tmp_path):
-    def write(name, values, contract="stock"):
-        save(tmp_path / name, Logprobs([[1]], [[5, 6]], [torch.tensor(values)], contract))
+    def write(name, values, contract="stock", **optional):
+        save(tmp_path / name, Logprobs([[1]], [[5, 6]], [torch.tensor(values)], contract, **optional))
         return tmp_path / name
 
     return write
@@ -57,6 +57,22 @@ def test_a_contract_mismatch_is_rejected_unless_allowed(alignkit, files):
         and err.startswith("error: contract: rollout and training must have the same contract id, got 'stock'")
     )
     assert alignkit("compare", a, b, "--allow-contract-mismatch")[0] == 0
+
+
+def test_a_weights_mismatch_is_rejected_unless_allowed(alignkit, files):
+    a, b = files("a", [-1.0, -2.0], weights="ab"), files("b", [-1.0, -2.5], weights="cd")
+    status, out, err = alignkit("compare", a, b)
+    assert status == 3 and not out and err.startswith("error: weights: rollout and training must have the same weights")
+    assert "'ab' and 'cd'" in err and "--allow-weights-mismatch" in err
+    status, out, _ = alignkit("compare", a, b, "--allow-weights-mismatch")
+    assert status == 1 and "\nweights: different (rollout ab, training cd)\n" in out
+    assert "\ncause: different weights: rollout ab, training cd\ncause: unknown: epochs of rollout, temperature" in out
+
+
+def test_unknown_weights_are_printed_for_equal_files(alignkit, files):
+    a, b = files("a", [-1.0, -2.0], weights="ab"), files("b", [-1.0, -2.0])
+    status, out, _ = alignkit("compare", a, b)
+    assert status == 0 and "\nweights: unknown in training (rollout ab)\n" in out and "cause" not in out
 
 
 def test_a_truncated_file_is_rejected(alignkit, files):

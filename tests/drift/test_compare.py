@@ -1,13 +1,20 @@
-"""`alignkit.drift.compare`: metrics against values computed by hand, and rejected inputs."""
+"""`alignkit.drift.compare`: metrics against values computed by hand, identities and causes, and rejected inputs."""
 
+import dataclasses
+import importlib.util
 import json
 import math
+import re
+from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
-from alignkit.drift import Logprobs, compare, compare_tensors
+from alignkit.drift import Logprobs, causes, compare, compare_tensors
 from alignkit.errors import InputError
+from alignkit.identity import Identity
 
 NAN, INF = math.nan, math.inf
 
@@ -176,3 +183,213 @@ def test_compare_tensors_accepts_bf16_and_detaches():
 def test_invalid_tensors_are_rejected(a, b, mask, message):
     with pytest.raises(InputError, match=message):
         compare_tensors(a, b, mask)
+
+
+# Identities and causes
+
+
+A, B = "a" * 24, "b" * 24
+UNKNOWN = "unknown: epochs of rollout, weights of rollout and training, temperature of rollout and training"
+
+
+def known(values, epochs=None, weights=A, temperature=1.0, contract="stock"):
+    """Return logprobs of one sequence with all optional parts."""
+    epochs = [torch.tensor(epochs if epochs is not None else [5] * len(values))]
+    side = logprobs([values], contract=contract)
+    return dataclasses.replace(side, weights=weights, epochs=epochs, temperature=temperature)
+
+
+EQUAL, OTHER = [-1.0, -2.0, -3.0], [-1.0, -2.5, -3.5]
+
+
+def test_equal_sides_have_an_identity_and_no_cause():
+    r = compare(known(EQUAL), known(EQUAL))
+    assert r.identity == ("epochs: 5", f"weights: equal ({A})", "temperature: equal (1.0)", "contract: equal (stock)")
+    assert r.causes == ()
+
+
+def test_unknown_facts_are_stated_and_never_equal():
+    assert compare(logprobs([EQUAL]), logprobs([EQUAL])).causes == ()
+    r = compare(logprobs([EQUAL]), logprobs([OTHER]))
+    assert r.identity == (
+        "epochs: unknown in rollout",
+        "weights: unknown in rollout and training",
+        "temperature: unknown in rollout and training",
+        "contract: equal (stock)",
+    )
+    assert r.causes == (UNKNOWN,)
+    r = compare(dataclasses.replace(known(EQUAL), weights=None), known(OTHER))
+    assert r.identity[1] == f"weights: unknown in rollout (training {A})"
+    assert r.causes == ("unknown: weights of rollout",)
+
+
+def test_a_difference_between_equal_identities_is_numerics():
+    assert compare(known(EQUAL), known(OTHER)).causes == (causes.NUMERICS,)
+
+
+@pytest.mark.parametrize(
+    "rollout, training, cause",
+    [
+        (
+            dict(epochs=[3, 4, 5]),
+            {},
+            "the rollout's tokens have epochs 3 to 5: 1 of 2 differing tokens are of an epoch other than 5",
+        ),
+        (dict(weights=B), {}, f"different weights: rollout {B}, training {A}"),
+        (dict(temperature=0.01), dict(temperature=0.5), "different temperature: rollout 0.01, training 0.5"),
+        (dict(contract="x"), {}, "different contract: rollout x, training stock"),
+    ],
+)
+def test_a_known_difference_is_the_cause(rollout, training, cause):
+    allow = dict(allow_weights_mismatch=True, allow_contract_mismatch=True)
+    assert compare(known(EQUAL, **rollout), known(OTHER, **training), **allow).causes == (cause,)
+    equal = compare(known(EQUAL, **rollout), known(EQUAL, **training), **allow)
+    assert equal.causes == () and any(re.search("different|other than", line) for line in equal.identity)
+
+
+def test_causes_are_in_order_and_the_unknown_is_last():
+    rollout = known(EQUAL, epochs=[3, 4, 5], weights=B, temperature=0.5, contract="x")
+    allow = dict(allow_weights_mismatch=True, allow_contract_mismatch=True)
+    found = compare(rollout, known(OTHER), **allow).causes
+    assert [cause.split(":")[0] for cause in found] == [
+        "the rollout's tokens have epochs 3 to 5",
+        "different weights",
+        "different temperature",
+        "different contract",
+    ]
+    found = compare(dataclasses.replace(rollout, weights=None), known(OTHER), **allow).causes
+    assert [cause.split(":")[0] for cause in found[1:]] == ["different temperature", "different contract", "unknown"]
+
+
+@pytest.mark.parametrize(
+    "epochs, line, cause",
+    [
+        ([-1, 4, 5], "4 to 5 and mixed; 2 of 3 tokens are of an epoch other than 5", "4 to 5 and mixed: 1 of 2 "),
+        ([-1, -1, -1], "mixed; 3 of 3 tokens are mixed", "mixed: 2 of 2 differing tokens are mixed"),
+        ([5, -1, 5], "5 and mixed; 1 of 3 tokens are of an epoch other than 5", "5 and mixed: 1 of 2 "),
+    ],
+)
+def test_mixed_tokens_are_of_another_epoch(epochs, line, cause):
+    """No single model has the logprob of a token whose KV cache has entries of several epochs."""
+    r = compare(known(EQUAL, epochs=epochs), known(OTHER))
+    assert r.identity[0] == f"epochs: {line}"
+    assert len(r.causes) == 1 and r.causes[0].startswith(f"the rollout's tokens have epochs {cause}")
+
+
+def test_the_epoch_of_the_identity_is_the_current_one():
+    """All tokens have one epoch, but the fingerprint is of a later one."""
+    training = torch.tensor([[-1.0, -2.0]])
+    r = compare_tensors(
+        training,
+        training - 1,
+        identity=(Identity("stock", A, 6), None),
+        epochs=torch.full((1, 2), 5, dtype=torch.int32),
+    )
+    assert r.causes[0] == ("the rollout's tokens have epochs 5: 2 of 2 differing tokens are of an epoch other than 6")
+
+
+def test_the_epochs_of_training_are_not_used():
+    assert compare(known(EQUAL), known(OTHER, epochs=[1, 2, 3])).causes == (causes.NUMERICS,)
+
+
+@pytest.mark.parametrize(
+    "pair, cause",
+    [
+        ((0.7, torch.tensor(0.7).item()), ""),  # equal in fp32
+        ((0.01, torch.tensor(0.01).item()), ""),
+        ((0.7, 0.7000001), "different temperature: rollout 0.7, training 0.7000001"),
+        ((0.01, 0.005), "different temperature: rollout 0.01, training 0.005; vLLM replaces a temperature in"),
+        ((0.005, 0.005), "temperature: equal (0.005); vLLM replaces a temperature in (0, 0.01) by 0.01"),
+        ((0.005, None), "temperature: unknown in training (rollout 0.005); vLLM replaces"),
+    ],
+)
+def test_temperatures_are_compared_in_fp32(pair, cause):
+    r = compare(known(EQUAL, temperature=pair[0]), known(OTHER, temperature=pair[1]))
+    assert r.causes[0].startswith(cause or causes.NUMERICS)
+
+
+def test_the_smallest_temperature_is_vllms():
+    """Read vLLM's source: its import takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        pytest.skip("needs vLLM")
+    source = (Path(spec.submodule_search_locations[0]) / "sampling_params.py").read_text()
+    assert float(re.search(r"^_MAX_TEMP = (.*)$", source, re.MULTILINE)[1]) == causes.VLLM_TEMPERATURE
+
+
+def test_different_weights_are_rejected_unless_allowed():
+    message = (
+        f"^weights: rollout and training must have the same weights, got the digests '{A}' and '{B}'. Pass "
+        r"allow_weights_mismatch=True \(alignkit compare: --allow-weights-mismatch\)"
+    )
+    with pytest.raises(InputError, match=message):
+        compare(known(EQUAL), known(EQUAL, weights=B), allow_contract_mismatch=True)
+    assert compare(known(EQUAL), known(EQUAL, weights=B), allow_weights_mismatch=True).all_equal
+    assert compare(known(EQUAL), logprobs([EQUAL])).all_equal
+
+
+def test_an_invalid_identity_is_rejected_by_compare():
+    for name, value in (("weights", "A"), ("epochs", [torch.zeros(2).long()]), ("temperature", -1.0)):
+        with pytest.raises(InputError, match=f"^{name}: "):
+            compare(dataclasses.replace(known(EQUAL), **{name: value}), known(EQUAL))
+
+
+def test_a_report_with_causes_is_json_and_its_metrics_are_numbers():
+    r = compare(known(EQUAL, epochs=[3, 4, 5]), known(OTHER))
+    assert all(isinstance(value, (int, float)) for value in r.metrics().values())
+    found = json.loads(json.dumps(r.to_json(), allow_nan=False))
+    assert found["causes"] == list(r.causes) and found["identity"] == list(r.identity)
+
+
+@given(
+    epochs=st.lists(st.integers(-1, 3), min_size=6, max_size=6),
+    differ=st.lists(st.booleans(), min_size=6, max_size=6),
+    selected=st.lists(st.booleans(), min_size=6, max_size=6).filter(any),
+    engine=st.none() | st.integers(0, 3),
+    weights=st.tuples(*[st.sampled_from([None, A, B])] * 2),
+)
+def test_compare_tensors_counts_tokens_of_other_epochs(epochs, differ, selected, engine, weights):
+    """Random epochs, differences and masks, counted token by token; epochs outside of the mask are not read."""
+    rollout = torch.full((2, 3), -1.0)
+    training = torch.where(torch.tensor(differ).view(2, 3), rollout.nextafter(torch.zeros(())), rollout)
+    mask = torch.tensor(selected).view(2, 3)
+    given_epochs = torch.where(mask, torch.tensor(epochs).view(2, 3), torch.tensor(-7))
+    identity = Identity("stock", weights[0], engine), Identity("stock", weights[1])
+    r = compare_tensors(rollout, training, mask, identity=identity, epochs=given_epochs, temperature=(1.0, 1.0))
+    tokens = [(e, d) for e, d, keep in zip(epochs, differ, selected, strict=True) if keep]
+    current = max(e for e, _ in tokens) if engine is None else engine
+    current, words = (None, "mixed") if current == -1 else (current, f"of an epoch other than {current}")
+    other = sum(e != current for e, _ in tokens)
+    differing = [e for e, d in tokens if d]
+    assert r.tokens - r.bit_equal == len(differing)
+    assert (f"{other} of {len(tokens)} tokens are {words}" in r.identity[0]) == (other > 0)
+    want = []
+    if other:
+        stale = sum(e != current for e in differing)
+        want.append(f"{stale} of {len(differing)} differing tokens are {words}")
+    if None in weights:
+        want.append("unknown: weights of ")
+    elif weights[0] != weights[1]:
+        want.append("different weights: ")
+    assert len(r.causes) == (len(want) or 1 if differing else 0)
+    for cause, part in zip(r.causes, want or [causes.NUMERICS], strict=bool(differing)):
+        assert part in cause
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(identity=Identity("stock")), r"identity: expected a pair \(rollout, training\)"),
+        (dict(identity=(None,)), "identity: expected a pair"),
+        (dict(identity=(None, A)), "identity: expected an alignkit.identity.Identity or None, got 'aaa"),
+        (dict(epochs=[[0]]), r"epochs: expected a torch.Tensor \[B, S\] or None, got list"),
+        (dict(epochs=torch.zeros(1, 2)), "epochs: expected torch.int64 or torch.int32, got torch.float32"),
+        (dict(epochs=torch.zeros(2, 1).long()), r"epochs: expected shape \[1, 2\], got \[2, 1\]"),
+        (dict(epochs=torch.tensor([[0, -2]])), r"epochs: must be at least -1 \(mixed\) where the mask .*, got -2"),
+        (dict(temperature=1.0), "temperature: expected a pair"),
+        (dict(temperature=(1.0, 0.0)), "temperature: must be positive and finite in fp32, got 0.0"),
+    ],
+)
+def test_invalid_facts_are_rejected(change, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        compare_tensors(torch.zeros(1, 2), torch.zeros(1, 2), **change)

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 import alignkit
 import alignkit.ops
 from alignkit import drift
+from alignkit.drift import causes
 from alignkit.drift.monitor import records, replay
 from alignkit.errors import DriftError, InputError, UnsupportedError
 
@@ -46,6 +47,10 @@ def monitor(path, contract=ALIGNED, sinks=(), **options):
 
 def lines(path, rank=0):
     return [json.loads(line) for line in (path / records.records_name(rank)).read_text().splitlines()]
+
+
+def identity(weights=None, epoch=None):
+    return alignkit.identity.Identity(ALIGNED, weights, epoch)
 
 
 def off_by_one_ulp(x, at):
@@ -320,6 +325,94 @@ def test_the_error_can_be_pickled(tmp_path):
     assert isinstance(again, alignkit.AlignkitError)
 
 
+# Identities, epochs and temperatures
+
+
+A, B = "a" * 24, "b" * 24
+SAME = (identity(A, 5), identity(A))
+KNOWN = dict(identity=SAME, epochs=torch.full((2, 3), 5), temperature=(1.0, 1.0))
+ROLLOUT = torch.full((2, 3), -1.0)
+
+
+def test_a_record_has_identities_epochs_and_causes(tmp_path):
+    epochs = torch.tensor([[3, -1, 5], [5, 5, -9]])
+    mask = epochs >= -1
+    with pytest.raises(DriftError) as caught, monitor(tmp_path) as drift_monitor:  # noqa: PT012
+        drift_monitor.log(0, ROLLOUT, ROLLOUT, mask, **{**KNOWN, "epochs": epochs})
+        drift_monitor.log(
+            1,
+            ROLLOUT,
+            off_by_one_ulp(ROLLOUT, (0, 1)),
+            mask,
+            identity=(identity(B, 5), SAME[1]),
+            epochs=epochs,
+            temperature=(0.01, 0.5),
+        )
+    equal, different = lines(tmp_path)
+    assert equal["epochs"] == different["epochs"] == {"first": 3, "last": 5, "mixed": 1, "other": 2}
+    assert equal["causes"] == [] and equal["identity"][1] == f"weights: equal ({A})"
+    assert different["sides"] == {
+        "rollout": {"contract": ALIGNED, "weights": B, "epoch": 5, "temperature": 0.01},
+        "training": {"contract": ALIGNED, "weights": A, "epoch": None, "temperature": 0.5},
+    }
+    first, second, third = different["causes"]
+    assert (
+        first
+        == "the rollout's tokens have epochs 3 to 5 and mixed: 1 of 1 differing tokens are of an epoch other than 5"
+    )
+    assert second.startswith("different weights: ") and third.startswith("different temperature: ")
+    assert f"; causes: {first}; {second}; {third}; first: sequence 0, position 1" in str(caught.value)
+    info = drift.load_replay(caught.value.replay).info
+    assert all(info[key] == different[key] for key in ("sides", "epochs", "identity", "causes"))
+
+
+def test_masking_older_epochs_removes_their_tokens(tmp_path):
+    epochs = torch.tensor([[3, -1, 5], [5, 5, 9]])
+    mask = torch.tensor([[True] * 3, [True, True, False]])
+    training = off_by_one_ulp(ROLLOUT, (0, 1))
+    with monitor(tmp_path) as drift_monitor:
+        drift_monitor.log(0, ROLLOUT, training, mask & (epochs == SAME[0].epoch), **{**KNOWN, "epochs": epochs})
+    (record,) = lines(tmp_path)
+    assert record["drift"]["tokens"] == 3 and record["epochs"] == {"first": 5, "last": 5, "mixed": 0, "other": 0}
+
+
+def test_different_weights_raise_no_alarm_while_the_bits_are_equal(tmp_path):
+    with monitor(tmp_path) as drift_monitor:
+        drift_monitor.log(0, ROLLOUT, ROLLOUT, identity=(identity(A), identity(B)))
+    (record,) = lines(tmp_path)
+    assert record["identity"][1] == f"weights: different (rollout {A}, training {B})" and record["causes"] == []
+    assert record["replay"] is None and record["epochs"] is None
+
+
+@pytest.mark.parametrize(
+    "options, cause",
+    [
+        (KNOWN, f"cause: {causes.NUMERICS}"),
+        ({}, "cause: unknown: epochs of rollout, weights of rollout and training, temperature of rollout and training"),
+        ({**KNOWN, "identity": (None, SAME[1])}, "cause: unknown: weights of rollout"),
+    ],
+)
+def test_the_alarm_names_numerics_only_if_nothing_is_unknown(tmp_path, options, cause):
+    with pytest.raises(DriftError, match=f"under contract {ALIGNED}; {cause}; first: "):
+        monitor(tmp_path).log(0, ROLLOUT, off_by_one_ulp(ROLLOUT, (0, 1)), **options)
+
+
+def test_facts_change_no_metric(tmp_path):
+    rollout, training, mask = batch()
+    plain = monitor(tmp_path / "a", "stock").log(0, rollout, training, mask)
+    epochs = torch.arange(mask.numel()).view(mask.shape)
+    assert monitor(tmp_path / "b", "stock").log(0, rollout, training, mask, **{**KNOWN, "epochs": epochs}) == plain
+
+
+def test_a_stock_monitor_accepts_identities_of_other_contracts(tmp_path):
+    other = alignkit.identity.Identity("alignkit-6/sm90/v128/k8/kv128/leaf512")
+    with pytest.raises(InputError, match=f"^identity: must have the monitor's contract '{ALIGNED}', got 'alignkit-6"):
+        monitor(tmp_path / "a").log(0, ROLLOUT, ROLLOUT, identity=(other, None))
+    monitor(tmp_path / "b", "stock").log(0, ROLLOUT, off_by_one_ulp(ROLLOUT, (0, 1)), identity=(other, None))
+    (record,) = lines(tmp_path / "b")
+    assert record["causes"][0] == f"different contract: rollout {other.contract}, training stock"
+
+
 # Files
 
 
@@ -390,6 +483,8 @@ def test_invalid_lines_are_skipped(tmp_path, line):
         ("metrics", {"a": "b"}),
         ("version", 2),
         ("contract", 5),
+        ("causes", "numerics"),
+        ("causes", [1]),
     ],
 )
 def test_records_with_wrong_types_are_skipped(tmp_path, field, value):
@@ -397,6 +492,13 @@ def test_records_with_wrong_types_are_skipped(tmp_path, field, value):
     record = lines(tmp_path)[0]
     assert records.parse(json.dumps(record).encode()) is not None
     assert records.parse(json.dumps({**record, field: value}).encode()) is None
+
+
+def test_records_without_causes_are_read(tmp_path):
+    """Version 0.2 wrote no facts about the sides."""
+    monitor(tmp_path, "stock").log(0, *batch())
+    old = {k: v for k, v in lines(tmp_path)[0].items() if k not in ("sides", "epochs", "identity", "causes")}
+    assert records.parse(json.dumps(old).encode()) == old
 
 
 def test_lines_are_read_in_bounded_pieces_and_resume(tmp_path):
@@ -640,6 +742,11 @@ def test_invalid_options_are_rejected(tmp_path, options, name):
         ({"context": {f"c{i}": torch.zeros(1) for i in range(97)}}, "context: must have at most 96 tensors, got 97"),
         ({"context": {"a": [1]}}, "context"),
         ({"train_logp": torch.zeros(1, 2, device="meta")}, "device|contract"),
+        ({"identity": (None,)}, "identity: expected a pair"),
+        ({"identity": (None, "a")}, "identity: expected an alignkit.identity.Identity"),
+        ({"epochs": torch.full((1, 2), -2)}, "epochs: must be at least -1"),
+        ({"epochs": torch.zeros(1, 3).long()}, "epochs: expected shape"),
+        ({"temperature": (0.0, 1.0)}, "temperature: must be positive"),
     ],
 )
 def test_invalid_arguments_are_rejected(tmp_path, change, name):

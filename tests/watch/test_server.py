@@ -76,6 +76,7 @@ def test_the_page_shows_the_run(tmp_path, client):
         ("0", "5", "6", "48", "1", "0.5"),
         ("1", "2", "3", "24", "0", "0"),
     ]
+    assert '<p id="causes">Cause: unknown: epochs of rollout, weights of rollout and training' in page
     assert cells(page, "worst") == [["4", "0", "1", "2", "4321", "-1.5", "0xbfc00000", "-1", "0xbf800000", "0.5"]]
     assert "replay-rank00000-step4.safetensors" in page
     assert ["drift/max_abs", "0"] in cells(page, "latest")
@@ -103,6 +104,29 @@ def test_ranks_with_different_contracts_give_a_warning(tmp_path, client):
     runs.write(tmp_path, [0])
     runs.write(tmp_path, [0], rank=1, contract="stock")
     assert "different contracts" in client.get("/").text
+
+
+def test_causes_follow_the_first_difference(tmp_path, client):
+    runs.write(tmp_path, [0])
+    runs.append(tmp_path, step=1)
+    assert "Cause" not in client.get("/").text
+    token = {**dict.fromkeys(("sequence", "position", "token"), 1), "rollout": -1.0, "training": -2.0}
+    token |= {"rollout_bits": "0x", "training_bits": "0x"}
+    runs.append(tmp_path, step=2, first_difference=token, causes=["<b>", "x" * 300] + ["more"] * 20)
+    runs.append(tmp_path, step=3, first_difference=token, causes=["later"])
+    shown = re.search(r'<p id="causes">(.*?)</p>', client.get("/").text, re.DOTALL)[1]
+    assert shown == f"Causes: &lt;b&gt;; {'x' * 200}; {'; '.join(['more'] * 6)}."
+
+
+def test_records_without_causes_are_shown(tmp_path, client):
+    """Version 0.2 wrote no causes."""
+    runs.write(tmp_path, [0], off={0: 0.5})
+    path = tmp_path / records_name(0)
+    record = json.loads(path.read_text())
+    del record["causes"]
+    path.write_text(json.dumps(record) + "\n")
+    page = client.get("/").text
+    assert "First difference: step 0" in page and "Cause" not in page
 
 
 @pytest.mark.parametrize("text", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "&lt;", "{{ 7 * 7 }}"])

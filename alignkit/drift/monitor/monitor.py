@@ -20,9 +20,10 @@ import torch
 from safetensors import SafetensorError
 
 from ...errors import DriftError, InputError
+from ...identity import Identity
 from ...runtime.families import on_host
 from ...runtime.ids import contract_id
-from ..compare import DriftReport, compare_tensors, finite_or_none
+from ..compare import DriftReport, Identities, Temperatures, checked_pair, compare_tensors, finite_or_none, sides_of
 from . import sinks as _sinks
 from .names import NAMES
 from .records import MAX_RANK, VERSION, Appender, records_name, replay_name, token_json
@@ -118,11 +119,14 @@ class Monitor:
         tokens: torch.Tensor | None = None,
         context: Mapping[str, torch.Tensor] | None = None,
         weights: Weights | None = None,
+        identity: Identities | None = None,
+        epochs: torch.Tensor | None = None,
+        temperature: Temperatures | None = None,
     ) -> dict[str, float]:
         """Compare one batch, write a record and return the metrics.
 
-        Before the first alarm, the only GPU synchronization is the copy of `rollout_logp`, `train_logp` and `mask` to
-        the CPU, plus the copy of `tokens` at steps that differ.
+        Before the first alarm, the only GPU synchronization is the copy of `rollout_logp`, `train_logp`, `mask` and
+        `epochs` to the CPU, plus the copy of `tokens` at steps that differ.
 
         Args:
             step: Training step, in [0, 2^63); several calls may share a step.
@@ -132,13 +136,19 @@ class Monitor:
             tokens: ``[B, S]``, int64 or int32: the token id of each logprob. Stored in records and in a replay.
             context: Other tensors by name that a replay needs, such as the prompts; read only to write a replay.
             weights: Weights that computed the logprobs (see `weights_digest`); read only to write a replay.
+            identity: Identities of rollout and training; None for an unknown one. Different weights raise no alarm
+                while the bits are equal; the record states both digests.
+            epochs: ``[B, S]``, int64 or int32, on any device: the epoch of the weights that computed each rollout
+                token, or -1 if its KV cache has entries of several epochs. Values that the mask does not select are
+                ignored.
+            temperature: Temperatures of rollout and training, positive and finite in fp32; None for an unknown one.
 
         Returns:
             ``{name: value}`` under the names chosen by the Monitor's `names`.
 
         Raises:
-            InputError: The Monitor is closed, an argument is invalid, or a GPU tensor's device has another contract.
-                Names the argument.
+            InputError: The Monitor is closed, an argument is invalid, or an identity or a GPU tensor's device has
+                another contract. Names the argument.
             DriftError: A token is not bit-equal or not finite in an aligned run, and `on_difference` is "raise".
         """
         if self._records is None:
@@ -148,15 +158,27 @@ class Monitor:
         self._check(rollout_logp, train_logp, mask, tokens, context)
         rollout, training = rollout_logp.detach().cpu(), train_logp.detach().cpu()
         keep = None if mask is None else mask.detach().cpu()
-        report = _with_ids(compare_tensors(rollout, training, keep, worst=self._keep_worst), tokens)
+        identity = self._identities(identity)
+        report = compare_tensors(
+            rollout, training, keep, worst=self._keep_worst, identity=identity, epochs=epochs, temperature=temperature
+        )
+        report = _with_ids(report, tokens)
         keep = torch.ones(rollout.shape, dtype=torch.bool) if keep is None else keep.bool()
+        sides = sides_of(identity, epochs, temperature, keep)
+        counted = sides.counted_epochs()
+        facts = {
+            "sides": sides.to_json(),
+            "epochs": None if counted is None else counted.to_json(),
+            "identity": list(report.identity),
+            "causes": list(report.causes),
+        }
         metrics = self._metrics(report, rollout, training, keep)
         alarm = self._on_difference is not None and not report.all_equal
         problem = None
         if alarm:
             if not self._alarms:
                 problem = self._write_replay(
-                    step, report, Replay(rollout, training, keep, tokens, dict(context or {})), weights
+                    step, report, Replay(rollout, training, keep, tokens, dict(context or {})), weights, facts
                 )
             self._alarms += 1
         first = report.first_difference
@@ -172,6 +194,7 @@ class Monitor:
                 "first_difference": None if first is None else token_json(first),
                 "worst": [token_json(token) for token in report.worst],
                 "replay": self._replay.name if alarm and self._replay else None,
+                **facts,
             }
         )
         for sink in self._sinks:
@@ -217,7 +240,23 @@ class Monitor:
                     f"got {self.contract!r}"
                 )
 
-    def _write_replay(self, step: int, report: DriftReport, replay: Replay, weights: Weights | None) -> str | None:
+    def _identities(self, identity: Identities | None) -> Identities:
+        """Return both identities, with the monitor's contract where one is unknown."""
+        unknown = Identity(self.contract)
+        if identity is None:
+            return unknown, unknown
+        for one in checked_pair("identity", identity):
+            if isinstance(one, Identity) and self.contract not in ("stock", one.contract):
+                raise InputError(
+                    f"identity: must have the monitor's contract {self.contract!r}, got {one.contract!r}. Create the "
+                    "Monitor with contract='stock' to compare engines of different contracts."
+                )
+        rollout, training = (unknown if one is None else one for one in identity)
+        return rollout, training
+
+    def _write_replay(
+        self, step: int, report: DriftReport, replay: Replay, weights: Weights | None, facts: dict
+    ) -> str | None:
         """Write the replay file; return an error message for the alarm if it cannot be written."""
         from ...runtime.machine import machine
 
@@ -241,6 +280,7 @@ class Monitor:
                 "machine": machine(),
                 "weights": digest,
                 "meta": self._meta,
+                **facts,
             }
         )
         path = self.directory / replay_name(self.rank, step)
@@ -259,7 +299,8 @@ class Monitor:
         )
         error = DriftError(
             f"step {step}, rank {self.rank}: {report.tokens - report.bit_equal} of {report.tokens} logprobs are not "
-            f"bit-equal under contract {self.contract}; first: {report.first_difference}; {replay}",
+            f"bit-equal under contract {self.contract}; {'causes' if len(report.causes) > 1 else 'cause'}: "
+            f"{'; '.join(report.causes)}; first: {report.first_difference}; {replay}",
             step=step,
             rank=self.rank,
             token=report.first_difference,

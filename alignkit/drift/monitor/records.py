@@ -174,6 +174,8 @@ def _is_record(record) -> bool:
         and isinstance(worst, list)
         and all(map(_is_token, worst))
         and (first is None or _is_token(first))
+        and isinstance(record.get("causes", []), list)  # absent in records of version 0.2
+        and all(isinstance(cause, str) for cause in record.get("causes", []))
     )
 
 

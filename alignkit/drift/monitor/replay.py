@@ -54,7 +54,7 @@ class Replay:
         tokens: Sampled token ids, ``[B, S]``, int64; None if `Monitor.log` did not receive them.
         context: Other tensors that `Monitor.log` received, such as the prompts.
         info: JSON object: step, rank, time, contract, first_difference, differing (number of tokens), machine with
-            versions, weights (their digest) and meta.
+            versions, weights (their digest), meta, and as in records sides, epochs, identity and causes.
     """
 
     rollout_logp: torch.Tensor
@@ -71,7 +71,7 @@ class Replay:
             worst: Maximum number of tokens in `DriftReport.worst`.
 
         Returns:
-            The report of `compare_tensors` for this batch.
+            The report of `compare_tensors` for this batch; `info` has the identity and the causes that are known.
         """
         return compare_tensors(self.rollout_logp, self.train_logp, self.mask, worst=worst)
 
