@@ -11,12 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..identity import Identity
+from ..identity.identity import MIXED, Identity
 
 VLLM_TEMPERATURE = 0.01
 """`_MAX_TEMP` of vLLM's sampling_params.py: vLLM replaces a request's temperature in (0, 0.01) by this one."""
-MIXED = -1
-"""Epoch of a token whose KV cache has entries of several epochs: no single model has its logprob."""
 NUMERICS = "numerics: the bits differ although epochs, weights, temperature and contract are equal"
 
 

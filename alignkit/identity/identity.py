@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from ..errors import InputError
 
+MIXED = -1
+"""Epoch of a token whose KV cache has entries of several epochs: its logprob belongs to no model."""
 MAX_CONTRACT = 200
 """Maximum length of a contract id, in characters."""
 _DIGEST = re.compile(r"[0-9a-f]{1,64}", re.ASCII)

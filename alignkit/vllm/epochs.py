@@ -14,11 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from alignkit.errors import InputError
+from alignkit.identity.identity import MIXED
 
 KEY = "alignkit"
 """Key in a request output's `kv_transfer_params`."""
-MIXED = -1
-"""Epoch of a token whose KV cache has entries of several epochs: its logprob belongs to no model."""
 READS = frozenset(
     """
     alignkit_epoch alignkit_status alignkit_weights check_health compute_weight_checksums get_cache_block_size_bytes

@@ -110,12 +110,19 @@ class Updates:
     def changing(self, what: str) -> Iterator[None]:
         """Reject steps within the block, and after it if it fails."""
         self.begin(what)
+        with self.failing(what):
+            yield
+        self.end()
+
+    @contextlib.contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """Count the block as a change, and reject steps after it if it fails."""
+        self.touch()
         try:
             yield
         except BaseException as e:
             self._lose(f"{what}: failed and may have changed some of the weights ({type(e).__name__}: {e})")
             raise
-        self.end()
 
     def discarded(self) -> None:
         """Reject steps until every tensor has been loaded."""
@@ -131,13 +138,9 @@ class Updates:
 
         @functools.wraps(load_weights)
         def load(weights, *args, **kwargs):
-            self.touch()
             loaded: set[str] = set()
-            try:
+            with self.failing("load_weights"):
                 result = load_weights(self.counted(weights, loaded), *args, **kwargs)
-            except BaseException as e:
-                self._lose(f"load_weights: failed and may have changed some of the weights ({type(e).__name__}: {e})")
-                raise
             if self._missing:
                 self._missing -= loaded
                 if not self._missing:

@@ -96,8 +96,8 @@ class AlignedWorker(resolve(installed().worker)):
         super().execute_dummy_batch()
 
     def apply_model(self, fn):
-        result = super().apply_model(fn)
-        self._updates.touch()
+        with self._updates.failing("apply_model"):
+            result = super().apply_model(fn)
         self._watch.inspect()
         return result
 
@@ -146,8 +146,8 @@ class AlignedWorker(resolve(installed().worker)):
 
     def alignkit_epoch(self, epoch: int, mixed: bool, failed: str | None) -> str | None:
         """Take the epoch of the next requests: see `Updates.tell`. failed: a method of the worker, or a function."""
-        own = failed is not None and failed in vars(AlignedWorker)  # its methods note the changes that they make
-        ran = self._updates.touched if own else failed is None or failed.endswith("()") or hasattr(self, failed)
+        other = failed is not None and failed not in vars(AlignedWorker)  # its methods note their failures
+        ran = other and (failed.endswith("()") or hasattr(self, failed))
         return self._updates.tell(epoch, mixed, failed if ran else None)
 
     def alignkit_status(self) -> dict:

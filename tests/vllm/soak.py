@@ -275,7 +275,7 @@ class Schedules:
         elif action == "fail":
             await self._update(draw, "load_some", path=path)
         elif action == "half":
-            await self._try("half", engine.call("reload_weights", weights_path=self._half))
+            await self._update(draw, "reload_weights", weights_path=self._half)
         elif action == "pause":
             mode = draw.choice(["keep", "abort", "wait"])
             await self._try(f"pause {mode}", engine.pause(mode, draw.random() < 0.7))

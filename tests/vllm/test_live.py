@@ -8,7 +8,7 @@ import re
 import pytest
 
 from alignkit.errors import UnsupportedError
-from alignkit.vllm import updates
+from alignkit.vllm import epochs
 from tests.vllm.conftest import ENGINE
 
 SMALL = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256, "vocab": 512}
@@ -72,7 +72,7 @@ def first_error(state):
     except UnsupportedError as e:  # spare the tests a new engine
         for request in list(state.llm.llm_engine.output_processor.request_states):
             state.llm.llm_engine.abort_request([request], True)
-        updates.started(state.llm.llm_engine.vllm_config)
+        epochs.of(state.llm.llm_engine.vllm_config).stopped = None
         return str(e), steps
     finally:
         del worker(state).model_runner.execute_model

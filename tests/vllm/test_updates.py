@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from alignkit.convert import read_architecture
 from alignkit.errors import InputError, UnsupportedError
+from alignkit.vllm.epochs import Epochs
 from alignkit.vllm.updates import Updates
 from tests.vllm.conftest import ENGINE
 
@@ -98,39 +100,109 @@ def test_a_whole_checkpoint_is_loaded(engine, checkpoint):
     assert before == engine(logprobs) != after
 
 
-def test_half_a_checkpoint_stops_the_engine_by_name(engine, vllm_process, checkpoint):
-    process = vllm_process(VLLM_PLUGINS="")
-    process(start, checkpoint())
+def test_half_a_checkpoint_is_rejected_until_a_whole_one_is_loaded(engine, checkpoint):
     engine(reload_path, checkpoint(seed=5))
     other = engine(logprobs)
-    for whole in (True, False):
-        with pytest.raises(InputError, match=f"weights_iterator: must yield every tensor of the model, .* '{DOWN}'"):
-            process(reload_tensors, checkpoint(seed=5), (DOWN,))
-        if whole:
-            process(reload_path, checkpoint(seed=5))
-            assert process(logprobs) == other
     reason = "reload_weights: failed and may have changed some of the weights"
-    with pytest.raises(UnsupportedError, match=f"^{reason}"):
-        process(logprobs)
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match=f"a step was rejected, so make a new engine. Reason: {reason}"):
-            process(logprobs)
-    process(start, checkpoint(seed=5))
-    assert process(logprobs) == other
+        message = f"weights_iterator: must yield every tensor of the model, .* '{DOWN}'"
+        with pytest.raises(InputError, match=message):
+            engine(reload_tensors, checkpoint(seed=5), (DOWN,))
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match=f"^{reason} .*'{DOWN}'.* Load a whole checkpoint"):
+                engine(logprobs)
+        engine(reload_path, checkpoint(seed=5))
+        assert engine(logprobs) == other
+    engine(reload_path, checkpoint())
 
 
-def test_steps_wait_for_the_end_of_an_update(checkpoint):
-    updates = Updates(read_architecture(checkpoint()))
-    updates.step()
+@pytest.fixture
+def updates(checkpoint):
+    """Return the updates of a worker that holds the requests "a" and "b", and has the epoch 1."""
+    updates = Updates(read_architecture(checkpoint()), Epochs(), lambda: ["a", "b"])
+    updates.tell(1, False, None)
+    return updates
+
+
+def scheduled(new=(), again=(), resumed=(), finished=()):
+    """Return the parts of a `SchedulerOutput` that are read. Each argument: ids of requests."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=request) for request in new],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=list(again), resumed_req_ids=set(resumed)),
+        finished_req_ids=set(finished),
+    )
+
+
+def test_steps_wait_for_the_end_of_an_update(updates):
+    updates.step(scheduled(again="ab"))
     updates.begin("start_weight_update")
     with pytest.raises(UnsupportedError, match="start_weight_update: must be finished before the next request"):
-        updates.step()
+        updates.step(scheduled())
     updates.end()
-    updates.step()
+    updates.step(scheduled())
     with pytest.raises(KeyboardInterrupt), updates.changing("reload_weights"):
         raise KeyboardInterrupt
     with pytest.raises(UnsupportedError, match="reload_weights: failed .*KeyboardInterrupt.* make a new engine"):
-        updates.step()
+        updates.step(scheduled())
     with updates.changing("reload_weights"), pytest.raises(UnsupportedError, match="must be finished"):
-        updates.step()
-    updates.step()
+        updates.step(scheduled())
+    updates.step(scheduled())
+
+
+def test_a_worker_needs_the_epoch(checkpoint):
+    updates = Updates(read_architecture(checkpoint()), Epochs(), list)
+    with pytest.raises(UnsupportedError, match="must get its requests from a process that patch_vllm"):
+        updates.step(scheduled(new="a"))
+    updates.tell(0, False, None)
+    updates.step(scheduled(new="a"))
+    updates.touch()
+    updates.step(scheduled(again="a"))
+    with pytest.raises(UnsupportedError, match="weights: must be changed by calls of the engine"):
+        updates.step(scheduled(new="b"))
+    updates.tell(1, False, None)
+    updates.step(scheduled(new="b"))
+
+
+@pytest.mark.parametrize("change", ["tell", "touch"])
+def test_requests_with_an_older_kv_cache_are_rejected(change, updates):
+    updates.tell(2, False, None) if change == "tell" else updates.touch()
+    with pytest.raises(UnsupportedError, match="weights: must not change with requests in flight.*got 1 requests"):
+        updates.step(scheduled(again="a"))
+    updates.step(scheduled(again="a", resumed="a"))  # its KV cache is computed again
+    updates.step(scheduled(again="a", finished="b"))
+    updates.step(scheduled(again="ab"))  # another request with the id of a finished one
+
+
+def test_mixed_updates_keep_the_kv_cache(updates):
+    updates.tell(2, True, None)
+    updates.step(scheduled(again="ab"))
+
+
+def test_weights_are_whole_when_every_tensor_has_been_loaded(updates, checkpoint):
+    names = list(read_architecture(checkpoint()).hf_shapes())
+    load = updates.watch(lambda weights: [None for _ in weights])
+    updates.discarded()
+    for name in names:
+        with pytest.raises(UnsupportedError, match=r"sleep\(level=2\): has discarded the weights. Load a whole"):
+            updates.step(scheduled())
+        load([(name, None)])
+    updates.step(scheduled())
+
+    def fail(weights):
+        raise RuntimeError("no space")
+
+    with pytest.raises(RuntimeError):
+        updates.watch(fail)([])
+    with pytest.raises(UnsupportedError, match="load_weights: failed .*RuntimeError: no space"):
+        updates.step(scheduled())
+    load([(name, None) for name in names])
+    updates.step(scheduled())
+
+
+def test_a_failed_call_is_a_problem_until_a_whole_checkpoint_is_loaded(updates):
+    assert updates.tell(2, False, "update_from_ipc").startswith("update_from_ipc: failed and may have changed some")
+    with pytest.raises(UnsupportedError, match="update_from_ipc: failed"):
+        updates.step(scheduled())
+    with updates.changing("reload_weights"):
+        pass
+    assert updates.tell(3, False, None) is None
