@@ -1,0 +1,306 @@
+"""Epochs of an engine's weights (alignkit/vllm/epochs.py, client.py): stale prefixes, updates in flight, and the soak.
+
+The engines run in process; the soak starts an `AsyncLLM` with its own engine process.
+"""
+
+import random
+
+import pytest
+
+from alignkit.errors import InputError, UnsupportedError
+from alignkit.identity.identity import MIXED
+from alignkit.vllm.epochs import Epochs, Tokens, holder, of, started, token_epochs
+from tests.vllm import soak
+from tests.vllm.conftest import ENGINE
+from tests.vllm.test_updates import reload_path, start
+
+PROMPT = [i * 37 % 2000 for i in range(130)]
+
+
+# Counting
+
+
+def test_tokens_have_the_epoch_in_which_they_arrived():
+    epochs = Epochs(epoch=3)
+    epochs.add("a")
+    epochs.arrived("a", 2, False)
+    epochs.pause(cleared=True)
+    epochs.change()
+    epochs.change()
+    epochs.resume()
+    epochs.arrived("a", 1, True)
+    assert epochs.running == {} and epochs.take("a").epochs(3) == [3, 3, 5] and epochs.take("a") is None
+
+
+def test_a_kept_kv_cache_makes_tokens_mixed_until_it_is_cleared():
+    epochs = Epochs()
+    epochs.add("a")
+    epochs.arrived("a", 2, False)
+    epochs.pause(cleared=False)
+    epochs.change()
+    epochs.resume()
+    epochs.arrived("a", 2, False)
+    epochs.change()
+    epochs.arrived("a", 1, False)
+    epochs.pause(cleared=True)
+    epochs.resume()
+    epochs.arrived("a", 2, False)
+    assert epochs.running["a"].epochs(7) == [0, 0, MIXED, MIXED, MIXED, 2, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_equal_a_list_of_all_tokens(seed):
+    draw, tokens, expected = random.Random(seed), Tokens([(0, 0)]), []
+    epoch = 0
+    for _ in range(30):
+        epoch += draw.randint(0, 1)
+        n = draw.randint(0, 3)
+        tokens.add(n, epoch)
+        expected += [epoch] * n
+    assert tokens.epochs(len(expected)) == expected
+    assert tokens.epochs(4) == expected[:4]
+
+
+def test_an_update_needs_a_pause_with_a_cleared_cache():
+    epochs = Epochs()
+    assert epochs.why_not("load", False) is None
+    epochs.add("a")
+    for mixed in (False, True):
+        reason = epochs.why_not("load", mixed)
+        assert reason.startswith("load: must not change weights with requests in flight")
+        assert "got 1 requests, not paused" in reason
+    epochs.pause(cleared=False)
+    assert "paused without clearing it" in epochs.why_not("load", False) and epochs.why_not("load", True) is None
+    epochs.clear()
+    assert epochs.why_not("load", False) is None
+    epochs.resume()
+    assert "not paused" in epochs.why_not("load", True)
+    epochs.forget(["a"])
+    assert epochs.why_not("load", False) is None
+
+
+def test_salts_of_epochs_differ():
+    epochs, salts = Epochs(), set()
+    for _ in range(3):
+        salts |= {epochs.salt(None), epochs.salt("user")}
+        epochs.change()
+    assert len(salts) == 6 and Epochs().salt(None) is None
+
+
+def test_an_engine_that_has_gone_holds_nothing():
+    config = object()
+    first = started(config)
+    assert of(config) is first
+    first.add("a")
+    assert holder("a")[0] is first
+    other = started(object())
+    other.add("a")
+    assert holder("a") is None, "two engines have a request with this id"
+    del first
+    assert holder("a")[0] is other and of(config).running == {}
+
+
+# Engines
+
+
+def outputs(state, **options):
+    """Return the request output of `PROMPT`, and the logprobs of each completion."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0, seed=1, **options)
+    (output,) = state.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    return output.num_cached_tokens, [
+        [step[t].logprob for t, step in zip(c.token_ids, c.logprobs, strict=True)] for c in output.outputs
+    ]
+
+
+def epochs_of(state, **options):
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=3, ignore_eos=True, detokenize=False, seed=1, **options)
+    (output,) = state.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    return token_epochs(output), output.kv_transfer_params["alignkit"]
+
+
+def status(state):
+    from alignkit.vllm import worker_status
+
+    return worker_status(state.llm)[0]
+
+
+def fingerprint(state):
+    import alignkit
+
+    return alignkit.fingerprint(state.llm).digest
+
+
+def cached(state, model):
+    """Start an engine with prefix caching."""
+    from vllm import LLM
+
+    from alignkit.vllm import patch_vllm
+
+    state.patch = patch_vllm()
+    state.llm = LLM(model, dtype="bfloat16", worker_extension_cls="tests.vllm.soak.Extension", **ENGINE)
+
+
+def by_reload(state, path):
+    reload_path(state, path)
+
+
+def by_extension(state, path):
+    state.llm.collective_rpc("load_files", args=(path,))
+
+
+def by_apply_model(state, path):
+    from safetensors.torch import load_file
+
+    state.llm.apply_model(lambda model: model.load_weights(load_file(f"{path}/model.safetensors").items()) and None)
+
+
+def by_sleep(state, path):
+    state.llm.sleep(0)
+    reload_path(state, path)
+    state.llm.wake_up()
+
+
+def by_the_model(state, path):
+    """Load as TRL does: through the model of an engine in this process."""
+    from safetensors.torch import load_file
+
+    worker = state.llm.llm_engine.model_executor.driver_worker.worker
+    worker.model_runner.get_model().load_weights(load_file(f"{path}/model.safetensors").items())
+
+
+@pytest.fixture(scope="module")
+def engine(vllm_process, checkpoint):
+    process = vllm_process(VLLM_PLUGINS="")
+    process(cached, checkpoint())
+    return process
+
+
+@pytest.fixture(scope="module")
+def expected(vllm_process, checkpoint):
+    """Return the outputs of fresh engines by seed of the model."""
+    found = {}
+    for seed in (0, 5):
+        process = vllm_process(VLLM_PLUGINS="")
+        process(start, checkpoint(seed=seed))
+        found[seed] = process(_outputs_of_two)
+    return found
+
+
+def _outputs_of_two(state):
+    return outputs(state, n=2)[1]
+
+
+@pytest.mark.parametrize("update", [by_reload, by_extension, by_apply_model, by_sleep, by_the_model])
+def test_cached_prefixes_of_other_weights_are_not_used(update, engine, expected, checkpoint):
+    for seed in (5, 0):
+        engine(update, checkpoint(seed=seed))
+        assert engine(_outputs_of_two) == expected[seed]
+        assert engine(_hits) >= 96, "the prefix is cached in the new epoch"
+        before = engine(status)["epoch"]
+        assert engine(_epochs)[0] == {0: [before] * 3, 1: [before] * 3}
+
+
+def _hits(state):
+    return outputs(state)[0]
+
+
+def _epochs(state):
+    return epochs_of(state, n=2)
+
+
+def test_the_identity_is_in_the_status_and_in_outputs(engine, checkpoint):
+    engine(by_reload, checkpoint(seed=5))
+    state = engine(status)
+    assert state["weights"] is None
+    digest = engine(fingerprint)
+    again = engine(status)
+    assert again == state | {"weights": digest}
+    found = engine(_epochs)[1]
+    assert found["weights"] == {str(state["epoch"]): digest} and found["contract"] == state["contract"]
+    engine(by_reload, checkpoint())
+    assert engine(status)["weights"] is None and engine(status)["epoch"] == state["epoch"] + 1
+
+
+def test_a_call_that_fails_is_a_problem_until_a_whole_checkpoint_is_loaded(engine, checkpoint, expected):
+    with pytest.raises(Exception, match="the sender has gone"):
+        engine(_fail, checkpoint(seed=5))
+    with pytest.raises(UnsupportedError, match="load_weights|load_some: failed and may have changed some"):
+        engine(_hits)
+    with pytest.raises(Exception, match="no_such_method"):
+        engine(_unknown)
+    engine(by_extension, checkpoint())
+    assert engine(_outputs_of_two) == expected[0]
+    with pytest.raises(Exception, match="no_such_method"):
+        engine(_unknown)
+    assert engine(_outputs_of_two) == expected[0], "nothing ran"
+
+
+def _fail(state, path):
+    state.llm.collective_rpc("load_some", args=(path,))
+
+
+def _unknown(state):
+    state.llm.collective_rpc("no_such_method")
+
+
+def test_an_update_between_the_steps_of_a_request_is_rejected(engine, checkpoint, expected):
+    error, answers = engine(_update_between_steps, checkpoint(seed=5))
+    assert error.startswith("reload_weights: must not change weights with requests in flight")
+    assert answers == expected[0][:1]
+
+
+def _update_between_steps(state, path):
+    from vllm import SamplingParams
+
+    engine = state.llm.llm_engine
+    params = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0, seed=1)
+    engine.add_request("in flight", {"prompt_token_ids": PROMPT}, params)
+    done, error = [], None
+    while not done:
+        done = [output for output in engine.step() if output.finished]
+        if error is None:
+            with pytest.raises(UnsupportedError) as caught:
+                reload_path(state, path)
+            error = str(caught.value)
+    (completion,) = done[0].outputs
+    return error, [[step[t].logprob for t, step in zip(completion.token_ids, completion.logprobs, strict=True)]]
+
+
+def test_outputs_of_other_engines_have_no_epochs():
+    from types import SimpleNamespace
+
+    with pytest.raises(InputError, match="output: must be a finished output of an aligned engine"):
+        token_epochs(SimpleNamespace(kv_transfer_params=None, outputs=[]))
+
+
+# Schedules
+
+
+@pytest.mark.parametrize("mixed, schedules", [("0", 12), ("1", 8)], ids=["strict", "mixed"])
+def test_every_logprob_is_of_the_model_that_its_epoch_names(mixed, schedules, vllm_process, tmp_path):
+    """Random schedules; `python -m tests.vllm.soak` runs more of them. The seed is new in each run."""
+    models, half = soak.prepare(tmp_path)
+    seed = random.randrange(10**6)
+    process = vllm_process(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_PLUGINS="", ALIGNKIT_MIXED_UPDATES=mixed)
+    result = process(soak.run_async, models, half, [seed + i for i in range(schedules)])
+
+    def reference(model, sequences):
+        other = vllm_process()
+        other(soak.start, model)
+        return other(soak.logprobs, sequences)
+
+    verdicts = soak.verify(result, reference)
+    assert not result.failures, (seed, result.failures[:3])
+    assert verdicts["equal"] > 50 and verdicts["other"] == 0
+    assert mixed == "1" or verdicts["mixed"] == 0
+
+
+def test_the_soak_notices_stale_tokens():
+    answer = soak.Answer([1], [2, 3], [-1.0, -2.0], [0, 1])
+    result = soak.Result({}, [(answer, {0: "a", 1: "b"})], [])
+    verdicts = soak.verify(result, lambda model, sequences: [[-1.0, -2.0 if model == "a" else -3.0]])
+    assert verdicts == {"equal": 1, "other": 1} and "is of ['a']" in result.failures[0]
