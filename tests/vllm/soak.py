@@ -20,6 +20,7 @@ import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -420,6 +421,7 @@ def verify(result: Result, reference) -> collections.Counter:
 
 async def drive(engine, seeds, models: list[str], half: str, step=lambda: None) -> Result:
     """Run the schedules of `seeds` on an engine."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64))  # a thread for each request in flight
     schedules = Schedules(engine, models, half)
     for seed in seeds:
         try:
