@@ -13,6 +13,7 @@ CHECK_ARGS ?=
 TEST_ARGS ?=
 # Number of test files that run at the same time; 0 runs all in one process.
 TEST_JOBS ?= 2
+SOAK_ARGS ?= --schedules 400 --out benchmarks/results/cpu/soak.jsonl
 FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.jsonl
 ENGINES = build/engines
 FRAMEWORKS = build/frameworks-py$(VERSION)
@@ -20,7 +21,7 @@ FRAMEWORKS = build/frameworks-py$(VERSION)
 FIGURES = rms qk attention matmul logp moe gdn where-drift cost long
 BENCHMARKS = $(FIGURES) tree-sum e2e versions verl test sanitize
 
-.PHONY: check test test-slow lint docs fuzz mutations gpu-mutations $(BENCHMARKS:%=gpu-%) gpu-check gpu-figures kernels setup tables screenshots clean
+.PHONY: check test test-slow lint docs fuzz soak mutations gpu-mutations $(BENCHMARKS:%=gpu-%) gpu-check gpu-figures kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
@@ -49,6 +50,10 @@ mutations: setup
 # Random calls of the ops, and random faults on one of two tensor-parallel ranks. The tests include a short run.
 fuzz: setup
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
+
+# Random schedules of requests and weight updates on vLLM engines. The tests include a short run.
+soak: setup
+	for kind in async mixed server; do $(VENV)/bin/python -m tests.vllm.soak --kind $$kind $(SOAK_ARGS) || exit 1; done
 
 # The gpu-* targets run on a machine with Hopper GPUs on which torch, triton, pytest, vLLM (0.24 to 0.26) and Megatron-core 0.19.2
 # are installed. They use no network and no virtual environment, and write JSON Lines to $(RESULTS), whichever Hopper GPU

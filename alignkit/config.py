@@ -146,11 +146,10 @@ class Config:
         "the epoch -1: their logprobs belong to no model.",
         "in every call that changes weights",
     )
-    read_methods = Variable(
+    read_methods = _text(
         "ALIGNKIT_READ_METHODS",
-        ("<names separated by commas>",),
-        lambda word: frozenset(filter(None, word.replace(" ", "").split(","))),
-        frozenset(),
+        "names separated by commas",
+        "",
         "Methods of your vLLM worker extension that change no weights. A call of any other one counts as an update.",
         "in every collective_rpc",
         workers=False,

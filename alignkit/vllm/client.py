@@ -190,7 +190,7 @@ class AlignedClient:
                     self._read.append(outputs)
                 waiting.put(outputs)  # the engine is dead: `get_output` raises the error
 
-    # What the workers know
+    # Messages to the workers
 
     def _untold(self) -> bool:
         self._epochs.notice()
@@ -294,4 +294,6 @@ def _name(method: Any) -> str:
 
 
 def _reads(method: Any) -> bool:
-    return isinstance(method, str) and (method in epochs.READS or method in config.read_methods)
+    return isinstance(method, str) and (
+        method in epochs.READS or method in config.read_methods.replace(",", " ").split()
+    )

@@ -101,7 +101,7 @@ class Async:
             outputs |= {output.index: output for output in last.outputs}
         if last is None or any(output.finish_reason == "abort" for output in outputs.values()):
             return []
-        epochs = last.kv_transfer_params["alignkit"]["epochs"]  # of all completions, with the last one's end
+        epochs = last.kv_transfer_params["alignkit"]["epochs"]  # the last output names those of all completions
         return [
             Answer(
                 prompt,

@@ -125,6 +125,10 @@ def post(address, body):
 
 
 def complete(server, model, prompt=PROMPT, **params):
+    return answer(server, model, prompt, **params)["choices"][0]
+
+
+def answer(server, model, prompt=PROMPT, **params):
     return post(
         f"{server}/v1/completions",
         {
@@ -136,7 +140,7 @@ def complete(server, model, prompt=PROMPT, **params):
             "return_token_ids": True,
             **params,
         },
-    )["choices"][0]
+    )
 
 
 def in_process(state, model):
@@ -169,6 +173,19 @@ def test_a_rejected_request_gets_the_reason_and_the_server_survives(server, mode
         complete(server, model, structured_outputs={"regex": "a"})
     assert error.value.code == 400 and "structured outputs" in error.value.read().decode()
     assert complete(server, model)["token_ids"]
+
+
+def test_an_update_over_http_needs_no_reset_and_answers_have_epochs(server, model, checkpoint):
+    prompt = [i * 7 % SMALL["vocab"] for i in range(96)]
+    before = complete(server, model, prompt, temperature=0.0)
+    for epoch, path in ((1, checkpoint(**SMALL, seed=5)), (2, model)):
+        post(f"{server}/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        after = answer(server, model, prompt, temperature=0.0)
+        fresh = complete(server, model, prompt, temperature=0.0, cache_salt=f"uncached {epoch}")
+        assert after["choices"][0]["logprobs"]["token_logprobs"] == fresh["logprobs"]["token_logprobs"]
+        assert (after["choices"][0]["token_ids"] == before["token_ids"]) == (epoch == 2)
+        identity = after["kv_transfer_params"]["alignkit"]
+        assert identity["contract"] == contract_id("cpu") and identity["epochs"] == {"0": [[0, epoch]]}
 
 
 @pytest.mark.slow
