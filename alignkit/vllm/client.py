@@ -46,7 +46,7 @@ CLIENTS = ("InprocClient", "SyncMPClient", "AsyncMPClient", "DPAsyncMPClient", "
     mentions="AsyncMPClient DPAsyncMPClient DPLBAsyncMPClient",
 )
 @relies_on("v1/engine/__init__.py:EngineCoreRequest", members="request_id cache_salt")
-@relies_on("v1/engine/__init__.py:EngineCoreOutput", members="request_id new_token_ids finished")
+@relies_on("v1/engine/__init__.py:EngineCoreOutput", members="request_id new_token_ids finish_reason")
 @relies_on("v1/core/kv_cache_utils.py:generate_block_hash_extra_keys", mentions="cache_salt")
 class AlignedClient:
     """A client of an aligned engine. Its methods override those of the vLLM client with which `aligned` combines it."""
@@ -97,19 +97,15 @@ class AlignedClient:
         if self._read:
             return self._read.pop(0)
         outputs = super().get_output()
-        self._count(outputs)
+        self._epochs.arrived(outputs.outputs)
         return outputs
 
     async def process_engine_outputs(self, outputs) -> None:
         """Count outputs when they arrive, because only then their order among the answers to calls is known."""
-        self._count(outputs)
+        self._epochs.arrived(outputs.outputs)
         inherited = getattr(super(), "process_engine_outputs", None)
         if inherited is not None:  # a static method
             await inherited(self, outputs)
-
-    def _count(self, outputs) -> None:
-        for each in outputs.outputs:
-            self._epochs.arrived(each.request_id, len(each.new_token_ids), each.finished)
 
     # Calls that may change the weights
 
@@ -186,7 +182,7 @@ class AlignedClient:
         if isinstance(waiting, queue.Queue):
             with contextlib.suppress(queue.Empty):
                 while not isinstance(outputs := waiting.get_nowait(), Exception):
-                    self._count(outputs)
+                    self._epochs.arrived(outputs.outputs)
                     self._read.append(outputs)
                 waiting.put(outputs)  # the engine is dead: `get_output` raises the error
 

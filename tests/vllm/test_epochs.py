@@ -4,12 +4,13 @@ The engines run in process; the soak starts an `AsyncLLM` with its own engine pr
 """
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.identity.identity import MIXED
-from alignkit.vllm.epochs import Epochs, Tokens, holder, of, started, token_epochs
+from alignkit.vllm.epochs import Epochs, holder, of, started, token_epochs
 from tests.vllm import soak
 from tests.vllm.conftest import ENGINE
 from tests.vllm.test_updates import reload_path, start
@@ -20,45 +21,53 @@ PROMPT = [i * 37 % 2000 for i in range(130)]
 # Counting
 
 
+def arrive(epochs, tokens, finished=False):
+    """Count tokens of the request "a"."""
+    reason = "length" if finished else None
+    epochs.arrived([SimpleNamespace(request_id="a", new_token_ids=[7] * tokens, finish_reason=reason)])
+
+
 def test_tokens_have_the_epoch_in_which_they_arrived():
     epochs = Epochs(epoch=3)
     epochs.add("a")
-    epochs.arrived("a", 2, False)
+    arrive(epochs, 2)
     epochs.pause(cleared=True)
     epochs.change()
     epochs.change()
     epochs.resume()
-    epochs.arrived("a", 1, True)
+    arrive(epochs, 1, finished=True)
     assert epochs.running == {} and epochs.take("a").epochs(3) == [3, 3, 5] and epochs.take("a") is None
 
 
 def test_a_kept_kv_cache_makes_tokens_mixed_until_it_is_cleared():
     epochs = Epochs()
     epochs.add("a")
-    epochs.arrived("a", 2, False)
+    arrive(epochs, 2)
     epochs.pause(cleared=False)
     epochs.change()
     epochs.resume()
-    epochs.arrived("a", 2, False)
+    arrive(epochs, 2)
     epochs.change()
-    epochs.arrived("a", 1, False)
+    arrive(epochs, 1)
     epochs.pause(cleared=True)
     epochs.resume()
-    epochs.arrived("a", 2, False)
+    arrive(epochs, 2)
     assert epochs.running["a"].epochs(7) == [0, 0, MIXED, MIXED, MIXED, 2, 2]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_spans_equal_a_list_of_all_tokens(seed):
-    draw, tokens, expected = random.Random(seed), Tokens([(0, 0)]), []
-    epoch = 0
+    draw, epochs, expected = random.Random(seed), Epochs(), []
+    epochs.add("a")
+    epochs.pause(cleared=True)
     for _ in range(30):
-        epoch += draw.randint(0, 1)
+        if draw.random() < 0.5:
+            epochs.change()
         n = draw.randint(0, 3)
-        tokens.add(n, epoch)
-        expected += [epoch] * n
-    assert tokens.epochs(len(expected)) == expected
-    assert tokens.epochs(4) == expected[:4]
+        arrive(epochs, n)
+        expected += [epochs.epoch] * n
+    assert epochs.running["a"].epochs(len(expected)) == expected
+    assert epochs.running["a"].epochs(4) == expected[:4]
 
 
 def test_an_update_needs_a_pause_with_a_cleared_cache():
@@ -271,8 +280,6 @@ def _update_between_steps(state, path):
 
 
 def test_outputs_of_other_engines_have_no_epochs():
-    from types import SimpleNamespace
-
     with pytest.raises(InputError, match="output: must be a finished output of an aligned engine"):
         token_epochs(SimpleNamespace(kv_transfer_params=None, outputs=[]))
 
