@@ -146,11 +146,10 @@ class AlignedClient:
     @contextlib.contextmanager
     def _change(self, what: str) -> Iterator[None]:
         """Count the block as a change of the weights, and hold back requests meanwhile."""
-        mixed = config.mixed_updates
-        if (reason := self._epochs.why_not(what, mixed)) is not None:
+        if (reason := self._epochs.why_not(what, config.mixed_updates)) is not None:
             raise RefusedRequest(reason)
-        core = getattr(self, "engine_core", None)
-        if self._epochs.running and getattr(core, "batch_queue", None):
+        queued = getattr(getattr(self, "engine_core", None), "batch_queue", None)
+        if queued and self._epochs.keeps_cache():  # a step of this process ran before the change, unlike its outputs
             raise RefusedRequest(f"{what}: must not change weights before the outputs of the last step have been read")
         self._read_queue()
         self._epochs.change()

@@ -91,10 +91,14 @@ class Epochs:
             "clear_cache=True) before the update and resume_generation() after it (docs/identity.md)"
         )
 
+    def keeps_cache(self) -> bool:
+        """Return whether requests in flight would go on with a KV cache of older weights after a change."""
+        return bool(self.running) and not self._cleared
+
     def change(self) -> None:
         """Count a change of the weights."""
         self.epoch += 1
-        if not self._cleared:
+        if self.keeps_cache():
             for tokens in self.running.values():
                 tokens.begin(MIXED)
 

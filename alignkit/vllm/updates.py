@@ -46,7 +46,7 @@ class Updates:
 
     def __init__(self, arch: Architecture, epochs: Epochs, held: Callable[[], Iterable[str]]) -> None:
         self._arch, self._epochs, self._held = arch, epochs, held
-        self._mixed = self.touched = False
+        self._mixed = self._lost = self.touched = False
         self._stale: set[str] = set()
         self._missing: set[str] = set()
         self.epoch: int | None = None
@@ -89,20 +89,28 @@ class Updates:
         """
         if self.epoch not in (None, epoch):
             self._stale.update(self._held())
-        if failed is not None and self._epochs.problem is None:
+        if failed is not None:
             self._lose(f"{failed}: failed and may have changed some of the weights")
         self.epoch, self._mixed, self.touched = epoch, mixed, False
         return self._epochs.problem
 
     def begin(self, what: str) -> None:
-        """Reject steps until `end`."""
+        """Reject steps until `end` or `finish`."""
         self.touch()
+        self._lost = False
         self._epochs.problem = (
             f"{what}: must be finished before the next request, because it has changed some of the weights"
         )
 
+    def finish(self) -> None:
+        """Accept steps, unless a part of the update failed."""
+        self.touch()
+        if not self._lost:
+            self.end()
+
     def end(self) -> None:
         """Accept steps."""
+        self._lost = False
         self._missing.clear()
         self._epochs.problem = None
 
@@ -130,6 +138,7 @@ class Updates:
         self._lose("sleep(level=2): has discarded the weights")
 
     def _lose(self, reason: str) -> None:
+        self._lost = True
         self._missing = set(self._arch.hf_shapes())
         self._epochs.problem = f"{reason}. Load a whole checkpoint, or make a new engine"
 

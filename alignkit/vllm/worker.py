@@ -122,7 +122,7 @@ class AlignedWorker(resolve(installed().worker)):
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        self._updates.end()
+        self._updates.finish()
         self._watch.inspect()
 
     def sleep(self, level: int = 1) -> None:

@@ -138,7 +138,12 @@ def test_steps_wait_for_the_end_of_an_update(updates):
     updates.begin("start_weight_update")
     with pytest.raises(UnsupportedError, match="start_weight_update: must be finished before the next request"):
         updates.step(scheduled())
-    updates.end()
+    assert "update_weights: failed" in updates.tell(2, False, "update_weights")
+    updates.finish()
+    with pytest.raises(UnsupportedError, match="update_weights: failed"):
+        updates.step(scheduled())
+    updates.begin("start_weight_update")
+    updates.finish()
     updates.step(scheduled())
     with pytest.raises(KeyboardInterrupt), updates.changing("reload_weights"):
         raise KeyboardInterrupt
