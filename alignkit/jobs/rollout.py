@@ -42,6 +42,7 @@ from alignkit.jobs.replicas import PATIENCE, Replicas
 from alignkit.jobs.routing import file_of
 from alignkit.runtime.machine import gpu_of, gpus
 from alignkit.vllm import patch_vllm, worker_status
+from alignkit.vllm.fingerprint import fingerprint
 from alignkit.vllm.patch import ENV
 
 MODES = ("batch", "one", "prefix", "prompt_logprobs")
@@ -243,13 +244,18 @@ def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]],
             for k in ("dtype", "tp", "dp", "expert_parallel", "eager", "runner", "max_num_batched_tokens")
         },
     }
+    status = worker_status(llm)[0]
+    known = status["patched"] and job["dp"] == 1  # replicas are engines of their own
     # vLLM returns Python floats converted from fp32, so the conversion back is exact.
     return Logprobs(
         prompts,
         tokens,
         [torch.tensor(row, dtype=torch.float32) for row in values],
-        worker_status(llm)[0].get("contract", "stock"),
+        status.get("contract", "stock"),
         meta,
+        weights=fingerprint(llm).digest if known else None,
+        epochs=[torch.full((len(row),), status["epoch"]) for row in values] if known else None,
+        temperature=1.0,  # raw logprobs
     )
 
 

@@ -226,6 +226,10 @@ def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> Non
     """Execute the job's runs; rank 0 writes the results."""
     import megatron.core
 
+    from alignkit.megatron.fingerprint import fingerprint
+
+    weights = fingerprint(model, job["model"]).digest if job["patched"] else None
+    temperature = job.get("temperature", 1.0)
     for run in job["runs"]:
         given = load(run["in"])
         _require_prompts(given, run["in"])
@@ -234,7 +238,7 @@ def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> Non
                 model,
                 given,
                 run["mode"],
-                temperature=job.get("temperature", 1.0),
+                temperature=temperature,
                 patched=job["patched"],
                 micro_batch=job.get("micro_batch"),
             )
@@ -251,7 +255,8 @@ def _recompute_runs(rank: int, job: dict[str, Any], model, contract: str) -> Non
                 **{k: str(job.get(k, 1)) for k in ("ep", "pp", "cp")},
                 "spec": job.get("spec", "local"),
             }
-            save(run["out"], Logprobs(given.prompts, given.tokens, logprobs, contract, meta))
+            identity = {"weights": weights, "temperature": temperature}
+            save(run["out"], Logprobs(given.prompts, given.tokens, logprobs, contract, meta, **identity))
             print(f"{run['mode']}: {sum(map(len, given.tokens))} tokens -> {run['out']}", flush=True)
 
 
