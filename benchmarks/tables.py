@@ -132,6 +132,18 @@ def versions(results: dict) -> str:
     return "\n".join(markdown([*heads, "commit, date"], lines))
 
 
+def soak(results: dict) -> str:
+    """Return a line for each kind of engine."""
+    titles = {"async": "`AsyncLLM`", "mixed": "`AsyncLLM` with mixed updates", "server": "`alignkit serve`"}
+    heads = ["engine", "schedules", "rejected calls", "completions", "logprobs of the named model", "mixed", "others"]
+    lines = []
+    for row in results["rows"]:
+        run = results["runs"][row["run"]]
+        cells = [titles[row["kind"]], *(row[k] for k in ("schedules", "rejected", "answers", "equal", "mixed"))]
+        lines.append([*cells, f"**{row['other']}**", f"{run['commit'][:7]}, {run['date']}"])
+    return "\n".join(markdown([*heads, "commit, date"], lines))
+
+
 def e2e(results: dict) -> str:
     """Return a line for each model and rollout, over all trainings except those in `layouts`.
 
@@ -936,6 +948,8 @@ def tables() -> dict[str, str]:
         texts["verl-h200"] = verl(results)
     if results := _read("versions.jsonl"):
         texts["versions"] = versions(results)
+    if results := _read("cpu/soak.jsonl"):
+        texts["soak"] = soak(results)
     return {name: text for name, text in texts.items() if text}
 
 

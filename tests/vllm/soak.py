@@ -470,17 +470,28 @@ def main(arguments: list[str] | None = None) -> int:
         "schedules": options.schedules,
         "seed": options.seed,
         "answers": len(result.answers),
-        "tokens": dict(verdicts),
+        **{verdict: verdicts[verdict] for verdict in ("equal", "mixed", "other")},
+        "rejected": sum(n for (_, outcome), n in result.events.items() if outcome == "rejected"),
         "events": {f"{name}: {outcome}": n for (name, outcome), n in sorted(result.events.items())},
         "failures": result.failures[:20],
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
     }
-    print(json.dumps({k: v for k, v in row.items() if k != "machine"}, indent=1))
+    print(json.dumps(row, indent=1))
     if options.out:
-        with options.out.open("a") as out:
-            out.write(json.dumps(row) + "\n")
+        _write(options.out, row)
     return int(bool(result.failures or verdicts["other"]))
+
+
+def _write(path: Path, row: dict) -> None:
+    """Replace the row of a kind of engine, with its run."""
+    old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    kept = [r for r in old if r.get("kind", row["kind"]) != row["kind"]]
+    runs = {r["run"]: r for r in old if "kind" not in r}
+    name = datetime.datetime.now().isoformat(timespec="seconds")
+    runs[name] = {"run": name} | machine()
+    kept.append(row | {"run": name})
+    records = [*(runs[run] for run in dict.fromkeys(r["run"] for r in kept)), *kept]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def _serve(models: list[str], half: str, seeds: list[int], folder: Path, step) -> Result:
