@@ -253,7 +253,7 @@ def _logprobs(llm, job: dict, prompts: list[list[int]], tokens: list[list[int]],
         [torch.tensor(row, dtype=torch.float32) for row in values],
         status.get("contract", "stock"),
         meta,
-        weights=fingerprint(llm).digest if known else None,
+        weights=str(fingerprint(llm)) if known else None,
         epochs=[torch.full((len(row),), status["epoch"]) for row in values] if known else None,
         temperature=1.0,  # raw logprobs
     )

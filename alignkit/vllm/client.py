@@ -21,6 +21,8 @@ from alignkit.vllm.frontend import RefusedRequest
 
 CLIENTS = ("InprocClient", "SyncMPClient", "AsyncMPClient", "DPAsyncMPClient", "DPLBAsyncMPClient")
 """vLLM's client classes that its engines create."""
+Client: Any = object
+"""For type checkers: the client of `CLIENTS` that follows `AlignedClient` in the MRO."""
 
 
 @relies_on(
@@ -48,7 +50,7 @@ CLIENTS = ("InprocClient", "SyncMPClient", "AsyncMPClient", "DPAsyncMPClient", "
 @relies_on("v1/engine/__init__.py:EngineCoreRequest", members="request_id cache_salt")
 @relies_on("v1/engine/__init__.py:EngineCoreOutput", members="request_id new_token_ids finish_reason")
 @relies_on("v1/core/kv_cache_utils.py:generate_block_hash_extra_keys", mentions="cache_salt")
-class AlignedClient:
+class AlignedClient(Client):
     """A client of an aligned engine. Its methods override those of the vLLM client with which `aligned` combines it."""
 
     def __init__(self, vllm_config, *args, **kwargs) -> None:

@@ -146,9 +146,9 @@ class AlignedWorker(resolve(installed().worker)):
 
     def alignkit_epoch(self, epoch: int, mixed: bool, failed: str | None) -> str | None:
         """Take the epoch of the next requests: see `Updates.tell`. failed: a method of the worker, or a function."""
-        other = failed is not None and failed not in vars(AlignedWorker)  # its methods note their failures
-        ran = other and (failed.endswith("()") or hasattr(self, failed))
-        return self._updates.tell(epoch, mixed, failed if ran else None)
+        if failed in vars(AlignedWorker) or not (failed is None or failed.endswith("()") or hasattr(self, failed)):
+            failed = None  # its own methods note their failures, and an unknown method did not run
+        return self._updates.tell(epoch, mixed, failed)
 
     def alignkit_status(self) -> dict:
         """Return the current state of this worker: see `alignkit.vllm.worker_status`."""
