@@ -180,7 +180,7 @@ def _expert_reasons(read: Architecture, parallel) -> list[str]:
     ]
 
 
-def request_rejection(params, logprobs_mode: str) -> str | None:
+def request_rejection(params, logprobs_mode: str, vocab_size: int) -> str | None:
     """Return why a request with these `SamplingParams` is rejected, or None.
 
     Training recomputes logprobs from the tokens alone, so a setting that changes the returned logprobs is rejected. A
@@ -191,6 +191,13 @@ def request_rejection(params, logprobs_mode: str) -> str | None:
             "skip_reading_prefix_cache: must be None or True with prompt_logprobs, because vLLM computes no logprobs "
             "of cached tokens, got False"
         )
+    for field in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, field)
+        if count is not None and (not isinstance(count, int) or count > vocab_size):
+            return (
+                f"{field}: must be an integer of at most {vocab_size}, the model's vocabulary size, or -1 for all ids, "
+                f"got {count!r:.200}"
+            )
     wanted = (params.logprobs, params.logprob_token_ids or None, params.prompt_logprobs)
     asked = Request(logprobs_mode, logprobs=any(value is not None for value in wanted))
     known, unknown = [], []
