@@ -15,6 +15,7 @@ import torch
 
 from alignkit.dist import CP, strict
 from alignkit.errors import AlignkitError, InputError, UnsupportedError
+from alignkit.ops._common import check_constant
 from alignkit.runtime.families import on_host
 
 from .state import device_of
@@ -186,6 +187,7 @@ def check_labels(vocab_size: int, shape: tuple[int, int], device: torch.device, 
 def _check_temperature(given, shape: tuple[int, int], device: torch.device) -> None:
     """Raise InputError unless the temperature is a positive number, a 0-d tensor, or an fp32 tensor of `shape`."""
     if isinstance(given, torch.Tensor):
+        check_constant("temperature", given)
         if given.dim():
             _check_tensor("temperature", given, (torch.float32,), shape, device)
         else:

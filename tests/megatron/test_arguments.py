@@ -92,6 +92,8 @@ def cases():
         nested(torch.float32),
     ]:
         yield "temperature", dict(temperature=temperature)
+    for temperature in (torch.tensor(1.0, requires_grad=True), torch.ones(2, S, requires_grad=True)):
+        yield "temperature: must not require a gradient, ", dict(temperature=temperature)
     for ignored in [None, "x", -100.0, True]:
         yield "ignore_index", dict(ignore_index=ignored)
     yield "return_entropy", dict(return_entropy="x")
