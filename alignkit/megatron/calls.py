@@ -287,13 +287,12 @@ def _check_packed(params, s: int, b: int, device: torch.device, model) -> tuple[
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise InputError(f"packed_seq_params.{name}: must be a nonnegative integer, got {value!r}")
         longest = max(longest, value)
-    q = packed_cu_seqlens(params)
-    kv = params.cu_seqlens_kv if params.cu_seqlens_q_padded is None else params.cu_seqlens_kv_padded
-    padded = "" if params.cu_seqlens_q_padded is None else "_padded"
+    padded = "" if params.cu_seqlens_q_padded is None and params.cu_seqlens_kv_padded is None else "_padded"
+    q, kv = (getattr(params, f"cu_seqlens_{side}{padded}") for side in ("q", "kv"))
     of_q, of_kv = (f"packed_seq_params.cu_seqlens_{side}{padded}" for side in ("q", "kv"))
-    for name, given in ((of_q, q), (of_kv, kv)):
+    for name, given, other in ((of_q, q, of_kv), (of_kv, kv, of_q)):
         if given is None:
-            raise InputError(f"{name}: required, got None")
+            raise InputError(f"{name}: must be given and equal {other}, got None")
         if not given.numel():
             raise InputError(f"{name}: must not be empty")
     if q.shape != kv.shape:

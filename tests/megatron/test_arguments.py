@@ -164,6 +164,16 @@ def packed(ends=(3,), **fields):
         (dict(max_seqlen_kv=2.5), "packed_seq_params.max_seqlen_kv"),
         (dict(max_seqlen_q=-1), "packed_seq_params.max_seqlen_q"),
         (dict(qkv_format=None), "packed_seq_params.qkv_format"),
+        (
+            dict(cu_seqlens_q_padded=torch.tensor([0, 3])),
+            "packed_seq_params.cu_seqlens_kv_padded: must be given and equal packed_seq_params.cu_seqlens_q_padded, "
+            "got None",
+        ),
+        (
+            dict(cu_seqlens_kv_padded=torch.tensor([0, 3])),
+            "packed_seq_params.cu_seqlens_q_padded: must be given and equal packed_seq_params.cu_seqlens_kv_padded, "
+            "got None",
+        ),
     ],
 )
 def test_invalid_field_of_packed_seq_params_raises_an_error_that_names_it(fields, named, model):
