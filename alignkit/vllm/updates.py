@@ -49,8 +49,13 @@ class Updates:
     def __init__(self, arch: Architecture) -> None:
         self._arch = arch
         self._problem: str | None = None
+        self._failure: str | None = None
 
     def step(self) -> None:
+        """Raise UnsupportedError if a step would not compute with the weights of one model."""
+        self.require_whole()
+
+    def require_whole(self) -> None:
         """Raise UnsupportedError if the weights are not those of one model."""
         if self._problem is not None:
             raise UnsupportedError(self._problem)
@@ -61,16 +66,20 @@ class Updates:
 
     def end(self) -> None:
         """Accept steps."""
-        self._problem = None
+        self._problem = self._failure = None
 
     @contextlib.contextmanager
     def changing(self, what: str) -> Iterator[None]:
-        """Reject steps within the block, and after it if it fails."""
+        """Reject steps within the block, and after it if it fails: for the first failure, of which others may follow.
+
+        vLLM cannot always load weights after a load that failed.
+        """
+        first = self._failure
         self.begin(what)
         try:
             yield
         except BaseException as e:
-            self._problem = (
+            self._problem = self._failure = first or (
                 f"{what}: failed and may have changed some of the weights ({type(e).__name__}: {e}). Load a whole "
                 "checkpoint, or make a new engine"
             )

@@ -87,12 +87,13 @@ class AlignedWorker(resolve(installed().worker)):
         return super().execute_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
+        self._updates.require_whole()
         self._watch.step()  # a dummy batch takes part in the expert parallelism of all replicas
         super().execute_dummy_batch()
 
     def apply_model(self, fn):
         result = super().apply_model(fn)
-        self._watch.inspect()
+        self._inspect_model()
         return result
 
     def reload_weights(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True) -> None:
@@ -108,20 +109,20 @@ class AlignedWorker(resolve(installed().worker)):
             )
             if names is not None:
                 self._updates.require_all(names)
-        self._watch.inspect()
+            self._watch.inspect()
 
     def start_weight_update(self, *args, **kwargs) -> None:
         super().start_weight_update(*args, **kwargs)
         self._updates.begin("start_weight_update")
 
     def finish_weight_update(self) -> None:
-        super().finish_weight_update()
-        self._updates.end()
-        self._watch.inspect()
+        with self._updates.changing("finish_weight_update"):
+            super().finish_weight_update()
+            self._watch.inspect()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         super().wake_up(tags)
-        self._watch.inspect()
+        self._inspect_model()
 
     def _logprobs(self, logits) -> None:
         if not self.vllm_config.use_v2_model_runner:
@@ -161,7 +162,16 @@ class AlignedWorker(resolve(installed().worker)):
 
         return aligned_sampling()
 
+    def _inspect_model(self) -> dict[str, int]:
+        """Inspect the model; after a failed change of the weights, the error is the change's and not its effect's."""
+        try:
+            return self._watch.inspect()
+        except UnsupportedError:
+            self._updates.require_whole()
+            raise
+
     def _inspect(self) -> dict:
+        self._updates.require_whole()
         return {
             "contract": contract_id(self.device),
             "backend": dispatch.backend_of(self.device),
