@@ -399,7 +399,7 @@ def _sequences(
                 f"{source}: sequences must be distinct, but sequences {equal} and {i} are equal. Remove one of them."
             )
     if len(recordings) < 2:
-        vocab, positions = (arch.vocab, arch.max_position) if arch else (VOCAB, MAX_POSITION)
+        vocab, positions = (arch.vocab, arch.positions) if arch else (VOCAB, MAX_POSITION)
         largest = max(map(max, sequences))
         if largest >= vocab:
             i = next(i for i, sequence in enumerate(sequences) if largest in sequence)

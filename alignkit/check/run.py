@@ -300,7 +300,7 @@ def _check_model(path: Path, options: Options) -> Architecture:
             f"tp: must divide {ExpertTree.of(architecture.experts).groups}, the largest power of two that divides the "
             f"model's {architecture.experts} experts, got {options.tp}"
         )
-    _check_sizes(options, architecture.max_position)
+    _check_sizes(options, architecture.positions)
     check_weights(architecture, Checkpoint(path))
     return architecture
 

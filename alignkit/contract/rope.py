@@ -54,6 +54,11 @@ class Yarn:
     attention_factor: float
     truncate: bool
 
+    @property
+    def positions(self) -> int:
+        """The number of positions to which the scaling extends the original ones."""
+        return math.ceil(self.original_max_position * self.factor)
+
     def frequencies(self, head_dim: int, base: float) -> list[float]:
         """Return the head_dim / 2 scaled frequencies."""
 

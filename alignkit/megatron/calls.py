@@ -15,6 +15,7 @@ import torch
 
 from alignkit.dist import CP, strict
 from alignkit.errors import AlignkitError, InputError, UnsupportedError
+from alignkit.ops._common import check_constant
 from alignkit.runtime.families import on_host
 
 from .state import device_of
@@ -186,6 +187,7 @@ def check_labels(vocab_size: int, shape: tuple[int, int], device: torch.device, 
 def _check_temperature(given, shape: tuple[int, int], device: torch.device) -> None:
     """Raise InputError unless the temperature is a positive number, a 0-d tensor, or an fp32 tensor of `shape`."""
     if isinstance(given, torch.Tensor):
+        check_constant("temperature", given)
         if given.dim():
             _check_tensor("temperature", given, (torch.float32,), shape, device)
         else:
@@ -285,13 +287,12 @@ def _check_packed(params, s: int, b: int, device: torch.device, model) -> tuple[
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise InputError(f"packed_seq_params.{name}: must be a nonnegative integer, got {value!r}")
         longest = max(longest, value)
-    q = packed_cu_seqlens(params)
-    kv = params.cu_seqlens_kv if params.cu_seqlens_q_padded is None else params.cu_seqlens_kv_padded
-    padded = "" if params.cu_seqlens_q_padded is None else "_padded"
+    padded = "" if params.cu_seqlens_q_padded is None and params.cu_seqlens_kv_padded is None else "_padded"
+    q, kv = (getattr(params, f"cu_seqlens_{side}{padded}") for side in ("q", "kv"))
     of_q, of_kv = (f"packed_seq_params.cu_seqlens_{side}{padded}" for side in ("q", "kv"))
-    for name, given in ((of_q, q), (of_kv, kv)):
+    for name, given, other in ((of_q, q, of_kv), (of_kv, kv, of_q)):
         if given is None:
-            raise InputError(f"{name}: required, got None")
+            raise InputError(f"{name}: must be given and equal {other}, got None")
         if not given.numel():
             raise InputError(f"{name}: must not be empty")
     if q.shape != kv.shape:

@@ -26,7 +26,7 @@ class LogProbsRequest:
     Any object with a `temperature` can replace it. Without a `return_entropy` attribute the entropy is returned too.
 
     Attributes:
-        temperature: Positive number, or fp32 ``[b, s]``.
+        temperature: Positive number, or fp32 ``[b, s]`` that requires no gradient.
         return_entropy: Return the entropy too.
         ignore_index: Labels with this value get logprob 0, entropy 0 and no gradient.
     """
@@ -69,7 +69,7 @@ def logprobs(
         position_ids: As for the model.
         attention_mask: As for the model.
         labels: int64 ``[b, s]``, already shifted.
-        temperature: Positive number, or fp32 ``[b, s]``.
+        temperature: Positive number, or fp32 ``[b, s]`` that requires no gradient.
         return_entropy: Return the entropy too.
         ignore_index: Labels with this value get logprob 0, entropy 0 and no gradient.
         packed_seq_params: Megatron's PackedSeqParams, or None.

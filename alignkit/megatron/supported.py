@@ -36,12 +36,24 @@ CHECKED = frozenset(
     pg_collection share_embeddings_and_output_weights vocab_size hybrid_layer_pattern scatter_to_sequence_parallel
     rotary_interleaved seq_len_interpolation_factor inv_freq inv_freq_extra inv_freq_inter scaling_factor
     original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim correction_range_round_to_int
-    layer_number out_features
+    layer_number out_features in_features input_size output_size input_size_per_partition output_size_per_partition
+    num_embeddings_per_partition embedding_dim
     """.split()
 )
 """Attributes of modules that the inspection of a model reads, here and in `facts`.
 
 Classes in `te` add theirs by `required`. A missing attribute lets its later changes pass unchecked.
+"""
+
+_SIZES = (
+    ("output_size_per_partition", "input_size"),
+    ("output_size", "input_size_per_partition"),
+    ("num_embeddings_per_partition", "embedding_dim"),
+    ("out_features", "in_features"),
+)
+"""Attributes with the rows and columns of a module's matrices: linear layers, embeddings, TransformerEngine's linears.
+
+The first pair that a module has counts.
 """
 
 MEGATRON_LLAMA3 = (1.0, 4.0, 8192)
@@ -75,10 +87,12 @@ def check_model(model) -> None:
         )
     if not 0 < (percent := _rotary_percent(model)) <= 1:
         raise UnsupportedError(f"rotary_percent: must be in (0, 1], got {percent}")
+    if (head_dim := model.config.kv_channels) % 2:
+        raise UnsupportedError(f"kv_channels: must be even, because RoPE rotates pairs of dimensions, got {head_dim}")
     if rotary_dim(model) % 2 or not rotary_dim(model):
         raise UnsupportedError(
-            "rotary_percent: int(kv_channels * rotary_percent) must be a positive even number, got "
-            f"int({model.config.kv_channels} * {percent}) = {rotary_dim(model)}"
+            "kv_channels, rotary_percent: int(kv_channels * rotary_percent) must be a positive even number, got "
+            f"int({head_dim} * {percent}) = {rotary_dim(model)}"
         )
     if whole and model.config.num_moe_experts is not None and not modules.expert_ranks(model):
         raise UnsupportedError(
@@ -285,6 +299,7 @@ def check_module(
     dropout = module.p if isinstance(module, torch.nn.Dropout) else own.get("attention_dropout")
     if dropout and module.training:
         raise UnsupportedError(f"{path}: the dropout probability must be 0 in training, got {dropout}")
+    matrix = _matrix(own)
     for name, parameter in parameters.items():
         if parameter is None:
             continue
@@ -293,6 +308,11 @@ def check_module(
                 f"{path}.{name}: must be a torch.nn.Parameter (not sharded by FSDP, not quantized), got a "
                 f"{type(parameter).__qualname__}"
             )
+        if matrix is not None and parameter.dim() == 2 and tuple(parameter.shape) != matrix:
+            raise UnsupportedError(
+                f"{path}.{name}: must have the shape {list(matrix)}, with which the module was built, got "
+                f"{list(parameter.shape)}"
+            )
         if parameter.device in devices:
             continue
         try:
@@ -300,6 +320,15 @@ def check_module(
         except BackendError as e:
             raise UnsupportedError(f"{path}.{name}: {e}") from None
         devices.add(parameter.device)
+
+
+def _matrix(own: dict) -> tuple[int, int] | None:
+    """Return the shape of a module's matrices by the sizes that it was built with, or None if it stores no sizes."""
+    for sizes in _SIZES:
+        if all(name in own for name in sizes):
+            rows, columns = sizes
+            return own[rows], own[columns]
+    return None
 
 
 def _is_expert_copy(config, of_model) -> bool:
@@ -352,6 +381,13 @@ def check_moe_layer(path: str, layer, for_forward: bool) -> None:
         ("router.router_replay", router.router_replay, None, "in"),
         ("use_shared_expert", layer.use_shared_expert, shared, "moe_shared_expert_intermediate_size of"),
     ]
+    tensors = [("router.weight", router.weight, [config.num_moe_experts, config.hidden_size])]
+    if getattr(router, "expert_bias", None) is not None:
+        tensors.append(("router.expert_bias", router.expert_bias, [config.num_moe_experts]))
+    if layer.use_shared_expert and layer.shared_experts.use_shared_expert_gate:
+        tensors.append(("shared_experts.gate_weight", layer.shared_experts.gate_weight, [1, config.hidden_size]))
+    sizes = "num_moe_experts and hidden_size of"
+    expected += [(f"{name}.shape", list(tensor.shape), wanted, sizes) for name, tensor, wanted in tensors]
     for name, value, wanted, where in expected:
         if value != wanted:
             raise UnsupportedError(f"{path}.{name}: must be {wanted!r}, as {where} the model's config, got {value!r}")

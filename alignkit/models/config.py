@@ -136,6 +136,11 @@ class Architecture:
         """Number of rotated dimensions of a head, its first ones."""
         return int(self.head_dim * self.rotary_factor)
 
+    @property
+    def positions(self) -> int:
+        """Number of positions that both engines compute: `max_position`, or YaRN's if there are fewer."""
+        return min(self.max_position, getattr(self.rope_scaling, "positions", self.max_position))
+
     def _has(self, *weights: Weight) -> bool:
         held = (*FAMILIES[self.family].layer, *self._optional)
         return all(weight in held for weight in weights)
@@ -312,12 +317,12 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
             "partial_rotary_factor: must be 1 with YaRN, because Megatron-core's YaRN rotates whole heads, got "
             f"{rotary_factor}"
         )
+    if arch.head_dim % 2:
+        raise InputError(f"head_dim: must be even, because RoPE rotates pairs of dimensions, got {arch.head_dim}")
     if arch.rotary_dim % 2 or not arch.rotary_dim:
-        if rotary_factor == 1:
-            raise InputError(f"head_dim: must be even, because RoPE rotates pairs of dimensions, got {arch.head_dim}")
         raise InputError(
-            "partial_rotary_factor: int(head_dim * partial_rotary_factor) must be a positive even number, got "
-            f"int({arch.head_dim} * {rotary_factor}) = {arch.rotary_dim}"
+            "head_dim, partial_rotary_factor: int(head_dim * partial_rotary_factor) must be a positive even number, "
+            f"got int({arch.head_dim} * {rotary_factor}) = {arch.rotary_dim}"
         )
     if arch.top_k > arch.experts:
         raise InputError(
@@ -439,7 +444,8 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float
     Newer configs have all three in `rope_parameters`; older ones have base and fraction next to `rope_scaling`.
     """
     bases = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-    scalings, parts = {}, [config.get("partial_rotary_factor")]
+    scalings = {}
+    parts = [config["partial_rotary_factor"]] if "partial_rotary_factor" in config else []
     for field in ("rope_scaling", "rope_parameters"):
         rope = config.get(field)
         if rope is None:
@@ -455,11 +461,10 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float
                 raise UnsupportedError(
                     f"{field}: rope_type and type must be equal, got {_json(names[0])} and {_json(name)}"
                 )
-        parts.append(rope.get("partial_rotary_factor"))
-        if family.rotary_factor is None and parts[-1] not in (None, 1):
-            raise UnsupportedError(
-                f"{field}: partial_rotary_factor: must be 1, got {_json(rope['partial_rotary_factor'])}"
-            )
+        if "partial_rotary_factor" in rope:
+            parts.append(rope["partial_rotary_factor"])
+            if family.rotary_factor is None and parts[-1] != 1:
+                raise UnsupportedError(f"{field}: partial_rotary_factor: must be 1, got {_json(parts[-1])}")
         for name in rope.keys() - _ROPE_FIELDS - frozenset(ROPE_TYPES[names[0]]):
             raise UnsupportedError(
                 f"{field}: {name}: must be absent with rope_type {_json(names[0])}, got {_json(rope[name])}"
@@ -473,7 +478,7 @@ def _rope(config: Mapping, family: Family) -> tuple[float, Scaling | None, float
             f"rope_scaling, rope_parameters: must specify the same scaling, got {given}. Remove one of the two fields"
         )
     scaling = next(iter(scalings.values()), None)
-    part = _rotary_factor([part for part in parts if part is not None], family)
+    part = _rotary_factor(parts, family)
     if not bases and family.rope_base is not None:
         return family.rope_base, scaling, part
     if not bases:
@@ -498,15 +503,17 @@ def _rotary_factor(given: list, family: Family) -> float:
 
 
 def _scaling(field: str, kind: str, rope: Mapping) -> Scaling | None:
-    """Return the scaling; only fields with the same default in transformers and vLLM may be missing."""
+    """Return the scaling; only fields with the same default in transformers and vLLM may be missing, or null.
+
+    Both read an `attention_factor` of null as missing. vLLM has no default for null in the other fields.
+    """
     if kind == "default":
         return None
 
     def number(name: str, if_absent: float | None = None) -> float:
-        value = rope.get(name)
-        if value is None and if_absent is None:
+        if name not in rope and if_absent is None:
             raise InputError(f"{field}: {name}: required, but missing in config.json")
-        return _positive(f"{field}: {name}", if_absent if value is None else value)
+        return _positive(f"{field}: {name}", rope.get(name, if_absent))
 
     original = number("original_max_position_embeddings")
     if original != int(original):

@@ -93,6 +93,15 @@ def check_tensor(name: str, t, ndim: int | None = None, dtypes=DTYPES) -> None:
         raise InputError(f"{name}: expected {ndim} dimensions, got shape {tuple(t.shape)}")
 
 
+def check_constant(name: str, t) -> None:
+    """Require a value without a gradient, for an argument that the op computes no gradient of."""
+    if isinstance(t, torch.Tensor) and t.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            f"{name}: must not require a gradient, because the op computes none for it, got requires_grad = True. "
+            f"Pass {name}.detach()"
+        )
+
+
 def check_device(name: str, t: torch.Tensor) -> None:
     """Require a backend for the device of `t`."""
     try:

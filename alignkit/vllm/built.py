@@ -34,17 +34,60 @@ def architecture(model_config) -> Architecture:
     return read_architecture(Path(str(path)).parent)
 
 
-def deviations(model: torch.nn.Module, read: Architecture, tp: int) -> list[str]:
+def deviations(model: torch.nn.Module, read: Architecture, tp: int, dtype: torch.dtype) -> list[str]:
     """Return a text for each value of the model that differs from `read`, without a device sync.
 
-    tp: number of tensor-parallel ranks. The model is this rank's.
+    tp: number of tensor-parallel ranks. The model is this rank's. dtype: the model's dtype.
     """
     found = {}
-    for name, built, expected in _facts(model, read, tp):
+    for name, built, expected in (*_facts(model, read, tp), *_tensors(model, read, dtype)):
         if built != expected:
             wanted, given = (json.dumps(v) if isinstance(v, bool) else v for v in (expected, built))
             found.setdefault(name, f"{name}: must be {wanted} according to config.json, got {given} in vLLM's model")
     return list(found.values())
+
+
+@relies_on("model_executor/layers/linear.py:LinearBase.__init__", mentions="input_size output_size")
+@relies_on("model_executor/layers/linear.py:ColumnParallelLinear.__init__", mentions="output_size_per_partition")
+@relies_on("model_executor/layers/linear.py:RowParallelLinear.__init__", mentions="input_size_per_partition")
+@relies_on(
+    "model_executor/layers/vocab_parallel_embedding.py:VocabParallelEmbedding.__init__",
+    mentions="num_embeddings_per_partition embedding_dim",
+)
+@relies_on("model_executor/layers/layernorm.py:RMSNorm.__init__", mentions="hidden_size")
+def _tensors(model: torch.nn.Module, read: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dtype and shape of each parameter and rotary table, by name.
+
+    A module stores the sizes that vLLM made it with, which `_facts` compares with config.json.
+    """
+    for path, module in model.named_modules():
+        own: dict[str, Any] = vars(module)
+        rows, columns = (), ()
+        if "num_embeddings_per_partition" in own:
+            rows, columns = (own["num_embeddings_per_partition"],), (own["embedding_dim"],)
+        elif "output_size" in own:
+            rows = (own.get("output_size_per_partition", own["output_size"]),)
+            columns = (own.get("input_size_per_partition", own["input_size"]),)
+        elif "variance_epsilon" in own:
+            rows = (own["hidden_size"],)
+        expected = {
+            "weight": _described(dtype, (*rows, *columns)),
+            "bias": _described(dtype, rows),
+            "e_score_correction_bias": _described(torch.float32, (read.experts,)),
+        }
+        for name, tensor in module.named_parameters(recurse=False):
+            if name in expected:
+                yield f"{path}.{name}", _described(tensor.dtype, tensor.shape), expected[name]
+            else:  # `_expert_facts` compares the shapes of the experts' weights
+                yield f"{path}.{name}", tensor.dtype, dtype
+        if (table := own["_buffers"].get("cos_sin_cache")) is not None:
+            positions = getattr(own.get("scaling"), "positions", own["max_position_embeddings"])
+            wanted = _described(torch.float32, (positions, own["rotary_dim"]))
+            yield f"{path}.cos_sin_cache", _described(table.dtype, table.shape), wanted
+
+
+def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _facts(model: Any, read: Architecture, tp: int) -> Iterator[tuple[str, Any, Any]]:

@@ -35,7 +35,8 @@ class AlignedInputProcessor(InputProcessor):
     def _validate_params(self, params, *args, **kwargs):
         if (reason := self._epochs.refusal()) is not None:
             raise RefusedRequest(reason)
-        if (rejection := request_rejection(params, self.model_config.logprobs_mode)) is not None:
+        model = self.model_config
+        if (rejection := request_rejection(params, model.logprobs_mode, model.get_vocab_size())) is not None:
             raise RefusedRequest(rejection)
         return super()._validate_params(params, *args, **kwargs)
 

@@ -7,7 +7,6 @@ compiles the decoder layers' `forward` methods in full graphs, so these methods 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -255,7 +254,7 @@ class AlignedYaRNScalingRotaryEmbedding(_Rotary, YaRNScalingRotaryEmbedding):
         super().__init__(*args, **kwargs)
         original = self.max_position_embeddings
         self.scaling = Yarn(self.scaling_factor, original, self.beta_fast, self.beta_slow, self.mscale, self.truncate)
-        self._make_table(math.ceil(original * self.scaling_factor))
+        self._make_table(self.scaling.positions)
 
 
 class NormedAttention:

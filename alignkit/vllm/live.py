@@ -64,6 +64,7 @@ class Watch:
         self._runner, self._config, self._v2 = runner, config, config.use_v2_model_runner
         self._read = architecture(config.model_config)
         self._kinds: set[type] = set()
+        self._sizes: dict[torch.nn.Module, list] = {}
         self._classes: list[type] = []
         self._hooks, self._strict = 0, False
         self._parts = self._cycle()
@@ -99,7 +100,8 @@ class Watch:
         _METHODS.watch(classes)
         faults += _METHODS.faults(classes)
         if not faults:  # the parts have the attributes that this reads
-            faults = deviations(model, self._read, self._config.parallel_config.tensor_parallel_size)
+            ranks, dtype = self._config.parallel_config.tensor_parallel_size, self._config.model_config.dtype
+            faults = deviations(model, self._read, ranks, dtype)
         if faults:
             raise UnsupportedError(
                 "vLLM engine: must run alignkit's code with the values of config.json. Failed checks: "
@@ -108,6 +110,7 @@ class Watch:
                 + ". Remove the hooks, monkey-patches or overrides listed here"
             )
         self._kinds = {type(m) for m in model.modules()}
+        self._sizes = {m: _sizes(m) for m in model.modules()}
         self._classes = list(classes)
         self._suspect = False
         return {**counts, AlignedAttentionImpl.__name__: len(attention), type(self._runner.sampler).__name__: 1}
@@ -133,7 +136,7 @@ class Watch:
         return False
 
     def _changed(self, module: torch.nn.Module) -> bool:
-        if type(module) not in self._kinds or _faults(module):
+        if type(module) not in self._kinds or _faults(module) or self._sizes.get(module) != _sizes(module):
             return True
         return isinstance(module, Attention) and bool(self._attention_faults(module))
 
@@ -169,6 +172,12 @@ class Watch:
                 "got another object"
             )
         return faults
+
+
+def _sizes(module: torch.nn.Module) -> list[tuple[torch.dtype, torch.Size]]:
+    """Return dtypes and shapes of a module's own parameters and buffers."""
+    own = vars(module)
+    return [(t.dtype, t.shape) for part in ("_parameters", "_buffers") for t in own[part].values() if t is not None]
 
 
 def _faults(module: torch.nn.Module) -> list[str]:

@@ -113,7 +113,8 @@ def worker_status(llm) -> list[dict] | Awaitable[list[dict]]:
         A dict per worker with key `patched`. If True, also `contract`, `backend`, `vllm` (the version), `modules` (the
         number per aligned class), `symmetric_memory` (whether sums over ranks use it), `epoch` (the number of changes
         of the weights) and `weights` (the digest of their fingerprint if it was computed in this epoch, else None). If
-        False because a part of the engine was replaced, also `replaced`, a message with the part's name, and `vllm`.
+        False because a part of the engine was replaced or an update failed, also `replaced`, a message with the
+        reason, `vllm` and `epoch`.
     """
     engine = getattr(llm, "llm_engine", llm)
     parallel = engine.vllm_config.parallel_config

@@ -18,6 +18,7 @@ import torch
 
 from alignkit.contract import k_leaves
 from alignkit.contract.experts import ExpertTree
+from alignkit.contract.rope import Yarn
 from alignkit.convert import Architecture
 from alignkit.engines.hook_points import relies_on
 from alignkit.engines.policy import REQUIRED, Policy, Row, default, refusals
@@ -142,7 +143,18 @@ def _config_reasons(model_config, parallel) -> list[str]:
         read = architecture(model_config)
     except AlignkitError as e:
         return [f"config.json: {e}"]
-    return _expert_reasons(read, parallel) if read.experts else []
+    return _length_reasons(read, model_config) + (_expert_reasons(read, parallel) if read.experts else [])
+
+
+def _length_reasons(read: Architecture, model_config) -> list[str]:
+    """Return the reason against a length beyond the rotary table, whose rows a step's tokens read."""
+    scaling, longest = read.rope_scaling, model_config.max_model_len
+    rows, why = model_config.hf_config.max_position_embeddings, "max_position_embeddings"
+    if isinstance(scaling, Yarn):
+        rows, why = scaling.positions, "original_max_position_embeddings * factor of YaRN"
+    if longest <= rows:
+        return []
+    return [f"max_model_len: must be at most {rows}, the model's {why}, got {longest}"]
 
 
 def _expert_reasons(read: Architecture, parallel) -> list[str]:
@@ -168,7 +180,7 @@ def _expert_reasons(read: Architecture, parallel) -> list[str]:
     ]
 
 
-def request_rejection(params, logprobs_mode: str) -> str | None:
+def request_rejection(params, logprobs_mode: str, vocab_size: int) -> str | None:
     """Return why a request with these `SamplingParams` is rejected, or None.
 
     Training recomputes logprobs from the tokens alone, so a setting that changes the returned logprobs is rejected. A
@@ -179,6 +191,13 @@ def request_rejection(params, logprobs_mode: str) -> str | None:
             "skip_reading_prefix_cache: must be None or True with prompt_logprobs, because vLLM computes no logprobs "
             "of cached tokens, got False"
         )
+    for field in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, field)
+        if count is not None and (not isinstance(count, int) or count > vocab_size):
+            return (
+                f"{field}: must be an integer of at most {vocab_size}, the model's vocabulary size, or -1 for all ids, "
+                f"got {count!r:.200}"
+            )
     wanted = (params.logprobs, params.logprob_token_ids or None, params.prompt_logprobs)
     asked = Request(logprobs_mode, logprobs=any(value is not None for value in wanted))
     known, unknown = [], []

@@ -49,6 +49,7 @@ class Updates:
         self._mixed = self._lost = self.touched = False
         self._stale: set[str] = set()
         self._missing: set[str] = set()
+        self._reason: str | None = None
         self.epoch: int | None = None
 
     def step(self, scheduled) -> None:
@@ -111,6 +112,7 @@ class Updates:
     def end(self) -> None:
         """Accept steps."""
         self._lost = False
+        self._reason = None
         self._missing.clear()
         self._epochs.problem = None
 
@@ -138,9 +140,11 @@ class Updates:
         self._lose("sleep(level=2): has discarded the weights")
 
     def _lose(self, reason: str) -> None:
+        """Reject steps until every tensor has been loaded, for the first reason, of which others may be effects."""
+        self._reason = self._reason or reason  # vLLM cannot always load weights after a load that failed
         self._lost = True
         self._missing = set(self._arch.hf_shapes())
-        self._epochs.problem = f"{reason}. Load a whole checkpoint, or make a new engine"
+        self._epochs.problem = f"{self._reason}. Load a whole checkpoint, or make a new engine"
 
     def watch(self, load_weights: Callable) -> Callable:
         """Return a model's `load_weights` that counts as a change; frameworks call it directly."""

@@ -98,7 +98,7 @@ class AlignedWorker(resolve(installed().worker)):
     def apply_model(self, fn):
         with self._updates.failing("apply_model"):
             result = super().apply_model(fn)
-        self._watch.inspect()
+        self._inspect_model()
         return result
 
     def reload_weights(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True) -> None:
@@ -114,16 +114,17 @@ class AlignedWorker(resolve(installed().worker)):
             )
             if names is not None:
                 self._updates.require_all(names)
-        self._watch.inspect()
+            self._watch.inspect()
 
     def start_weight_update(self, *args, **kwargs) -> None:
         super().start_weight_update(*args, **kwargs)
         self._updates.begin("start_weight_update")
 
     def finish_weight_update(self) -> None:
-        super().finish_weight_update()
+        with self._updates.failing("finish_weight_update"):
+            super().finish_weight_update()
+            self._watch.inspect()
         self._updates.finish()
-        self._watch.inspect()
 
     def sleep(self, level: int = 1) -> None:
         super().sleep(level)
@@ -133,7 +134,7 @@ class AlignedWorker(resolve(installed().worker)):
     def wake_up(self, tags: list[str] | None = None) -> None:
         super().wake_up(tags)
         if tags is None or "weights" in tags:
-            self._watch.inspect()
+            self._inspect_model()
 
     def _logprobs(self, logits) -> None:
         if not self.vllm_config.use_v2_model_runner:
@@ -155,7 +156,7 @@ class AlignedWorker(resolve(installed().worker)):
         try:
             facts = self._inspect()
         except UnsupportedError as e:
-            return {"patched": False, "replaced": str(e), "vllm": vllm.__version__}
+            return {"patched": False, "replaced": str(e), "vllm": vllm.__version__, "epoch": self._updates.epoch}
         own = {"epoch": self._updates.epoch, "symmetric_memory": symmetric.used(self._ranks.device_group)}
         return {"patched": True, **facts, **own}
 
@@ -187,7 +188,16 @@ class AlignedWorker(resolve(installed().worker)):
 
         return aligned_sampling()
 
+    def _inspect_model(self) -> dict[str, int]:
+        """Inspect the model; after a failed change of the weights, the error is the change's and not its effect's."""
+        try:
+            return self._watch.inspect()
+        except UnsupportedError:
+            self._updates.require_whole()
+            raise
+
     def _inspect(self) -> dict:
+        self._updates.require_whole()
         return {
             "contract": contract_id(self.device),
             "backend": dispatch.backend_of(self.device),

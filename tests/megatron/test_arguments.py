@@ -92,6 +92,8 @@ def cases():
         nested(torch.float32),
     ]:
         yield "temperature", dict(temperature=temperature)
+    for temperature in (torch.tensor(1.0, requires_grad=True), torch.ones(2, S, requires_grad=True)):
+        yield "temperature: must not require a gradient, ", dict(temperature=temperature)
     for ignored in [None, "x", -100.0, True]:
         yield "ignore_index", dict(ignore_index=ignored)
     yield "return_entropy", dict(return_entropy="x")
@@ -162,6 +164,16 @@ def packed(ends=(3,), **fields):
         (dict(max_seqlen_kv=2.5), "packed_seq_params.max_seqlen_kv"),
         (dict(max_seqlen_q=-1), "packed_seq_params.max_seqlen_q"),
         (dict(qkv_format=None), "packed_seq_params.qkv_format"),
+        (
+            dict(cu_seqlens_q_padded=torch.tensor([0, 3])),
+            "packed_seq_params.cu_seqlens_kv_padded: must be given and equal packed_seq_params.cu_seqlens_q_padded, "
+            "got None",
+        ),
+        (
+            dict(cu_seqlens_kv_padded=torch.tensor([0, 3])),
+            "packed_seq_params.cu_seqlens_q_padded: must be given and equal packed_seq_params.cu_seqlens_kv_padded, "
+            "got None",
+        ),
     ],
 )
 def test_invalid_field_of_packed_seq_params_raises_an_error_that_names_it(fields, named, model):

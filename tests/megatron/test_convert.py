@@ -464,7 +464,14 @@ def test_glm4_moe_architecture_is_read(checkpoint, tmp_path):
         (
             {"partial_rotary_factor": 0.52},
             InputError,
-            r"partial_rotary_factor: int\(.*\) must be a positive even number, got int\(64 \* 0.52\) = 33",
+            r"head_dim, partial_rotary_factor: int\(.*\) must be a positive even number, got int\(64 \* 0.52\) = 33",
+        ),
+        ({"head_dim": 25}, InputError, "head_dim: must be even, because RoPE rotates pairs of dimensions, got 25"),
+        ({"partial_rotary_factor": None}, InputError, "partial_rotary_factor: must be a positive number, got null"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": None}},
+            InputError,
+            "partial_rotary_factor: must be a positive number, got null",
         ),
         ({"partial_rotary_factor": 1.5}, InputError, r"partial_rotary_factor: must be in \(0, 1\], got 1.5"),
         (
@@ -594,6 +601,7 @@ SIZES = (
         ("rope_scaling", ROPES["yarn"] | {"original_max_position_embeddings": 64.5}),
         ("rope_scaling", ROPES["yarn"] | {"beta_fast": -1}),
         ("rope_scaling", ROPES["yarn"] | {"truncate": 1}),
+        *(("rope_scaling", ROPES["yarn"] | {field: None}) for field in ("beta_fast", "beta_slow", "truncate")),
         ("rope_parameters", {"rope_theta": "1e6"}),
         ("num_key_value_heads", 3),
         ("head_dim", None),
@@ -604,6 +612,25 @@ def test_field_of_an_invalid_type_or_value_is_rejected_by_name(field, value, che
     with pytest.raises(InputError, match=f"^{field}: ") as e:
         read(tmp_path, config | {field: value})
     assert len(str(e.value)) < 600
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_null_in_the_rotary_parameters_is_named(kind, checkpoint, tmp_path):
+    """Only an attention factor of null means the default in both engines."""
+    config = json.loads((checkpoint("llama") / "config.json").read_text())
+    for field in (*ROPES[kind], "partial_rotary_factor"):
+        with pytest.raises((InputError, UnsupportedError), match=f"^rope_scaling: {field}: .*, got null"):
+            read(tmp_path, config | {"rope_scaling": ROPES[kind] | {field: None}})
+    absent = read(tmp_path, config | {"rope_scaling": ROPES["yarn"]})
+    assert read(tmp_path, config | {"rope_scaling": ROPES["yarn"] | {"attention_factor": None}}) == absent
+
+
+def test_yarn_limits_the_positions(checkpoint, tmp_path):
+    config = json.loads((checkpoint().joinpath("config.json")).read_text())
+    for factor, positions in ((2.0, 128), (2.3, 148), (1000.0, config["max_position_embeddings"])):
+        rope = ROPES["yarn"] | {"factor": factor, "original_max_position_embeddings": 64}
+        assert read(tmp_path, config | {"rope_scaling": rope}).positions == positions
+    assert read(tmp_path, config).positions == config["max_position_embeddings"]
 
 
 def test_conflicting_rotary_bases_are_rejected(checkpoint, tmp_path):

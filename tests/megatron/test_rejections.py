@@ -4,6 +4,7 @@ The tests match texts of alignkit/megatron/policy.py and of the checks. test_arg
 test_replaced.py methods and hooks that others replace.
 """
 
+import re
 import types
 
 import pytest
@@ -98,7 +99,8 @@ def gpt(path, config=None, **arguments):
         # No wavelength is long enough to depend on the factor.
         ({}, {"rope_scaling": True, "rotary_base": 986}, "rotary_pos_emb"),
         ({}, {"rope_scaling": True, "rope_scaling_factor": 0.5}, "rope_scaling"),
-        ({}, {"rotary_percent": 0.55}, "rotary_percent"),
+        ({}, {"rotary_percent": 0.55}, "kv_channels, rotary_percent: int.* must be a positive even number"),
+        ({"kv_channels": 25}, {"rotary_percent": 0.5}, "kv_channels: must be even, .*, got 25"),
         ({}, {"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor"),
         ({}, {"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
         ({}, {"position_embedding_type": "none"}, "position_embedding_type"),
@@ -231,6 +233,42 @@ def test_dropout_is_rejected_in_training_only(checkpoint, patched):
     model.train()
     with pytest.raises(UnsupportedError, match="dropout"):
         model(TOKENS, None, None)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "embedding.word_embeddings",
+        "decoder.layers.0.self_attention.linear_qkv",
+        "decoder.layers.1.self_attention.linear_proj",
+        "decoder.layers.0.mlp.linear_fc1",
+        "decoder.layers.1.mlp.linear_fc2",
+        "output_layer",
+    ],
+)
+def test_a_matrix_of_another_shape_is_rejected(path, model):
+    weight = model.get_submodule(path).weight
+    whole, (rows, columns) = weight.data, weight.shape
+    for part in (whole[: rows - 64], whole[:, : columns - 64]):
+        weight.data = part
+        message = f"{path}.weight: must have the shape [{rows}, {columns}], with which the module was built, got "
+        with pytest.raises(UnsupportedError, match=re.escape(f"{message}{list(part.shape)}")):
+            model(TOKENS, None, None)
+    weight.data = whole
+    model(TOKENS, None, None)
+
+
+def test_a_router_of_another_shape_is_rejected(checkpoint, patched):
+    model = workers.build(checkpoint("glm4_moe", intermediate=64, experts=8, top_k=2, layers=2), torch.bfloat16)
+    model(TOKENS, None, None)
+    router = model.decoder.layers[1].mlp.router
+    for tensor, name, wanted in ((router.weight, "weight", "[8, 256]"), (router.expert_bias, "expert_bias", "[8]")):
+        whole, tensor.data = tensor.data, tensor.data[:7]
+        message = re.escape(f"decoder.layers.1.mlp.router.{name}.shape: must be {wanted}, as ")
+        with pytest.raises(UnsupportedError, match=message):
+            model(TOKENS, None, None)
+        tensor.data = whole
+    model(TOKENS, None, None)
 
 
 def test_parameter_on_another_device_is_rejected(model):

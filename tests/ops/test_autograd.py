@@ -8,16 +8,25 @@ import torch
 from torch.autograd import forward_ad
 
 from alignkit import ops
-from alignkit.errors import AlignkitError, UnsupportedError
+from alignkit.errors import AlignkitError, InputError, UnsupportedError
 from alignkit.ops.gated_delta_rule import chunk_gated_delta_rule_bwd_dhu
 from alignkit.testing import assert_bitwise_equal
-from tests.samples import GENERATORS, arguments, example, leaves_of
+from tests.samples import GENERATORS, arguments, example, generate, leaves_of
 
 X, W, Q, RULE = (torch.randn(6, 16), torch.randn(16, 16), torch.randn(6, 2, 8), torch.randn(1, 70, 1, 64))
 
 SAMPLES = {f"{sample.op} {g.__name__}": sample for g in GENERATORS if not (sample := example(g, rows=6)).schema}
 """Name of an op and its generator -> a call. The custom ops are forward only."""
 OPS = {name: sample for name, sample in SAMPLES.items() if leaves_of(sample)}
+SEEN = [generate(g, seed, rows=6) for g in GENERATORS for seed in range(30)]
+CONSTANTS = {
+    f"{sample.op} {name}": (sample, name)
+    for sample in SEEN
+    if leaves_of(sample) and not sample.schema
+    for name, t in sample.tensors().items()
+    if t.value.is_floating_point() and not t.leaf
+}
+"""Op and argument without a gradient -> a call with that argument, and the argument."""
 TRANSFORMED = {name: sample for name, sample in SAMPLES.items() if sample.tensors()}
 
 
@@ -80,6 +89,29 @@ def test_unused_double_backward_graph_changes_no_bit(name):
         found.append([t.grad.detach() for t in leaves])
     for a, b in zip(*found, strict=True):
         assert_bitwise_equal(a, b)
+
+
+def test_arguments_without_a_gradient_are_known():
+    assert sorted(CONSTANTS) == [
+        "linear_logp main_grad",
+        "linear_logp temperature",
+        "logp_from_logits temperature",
+        "moe_router bias",
+        "qk_norm_rope table",
+        "rope table",
+    ]
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_an_argument_that_gets_no_gradient_must_not_require_one(name):
+    sample, argument = CONSTANTS[name]
+    value = sample.tensors()[argument].value.to(torch.get_default_device())
+    args = arguments(sample) | {argument: value.clone().requires_grad_()}
+    with pytest.raises(InputError, match=f"^{argument}: must not require a gradient, .*, got requires_grad = True"):
+        sample.call(**args)
+    with torch.no_grad():
+        sample.call(**args)
+    sample.call(**args | {argument: value.clone()})
 
 
 def test_gradient_penalty_of_an_mlp_raises():

@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import os
 import traceback
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from alignkit.drift import load
 from alignkit.jobs.model import make_checkpoint
 from alignkit.jobs.rollout import shut_down
 from tests.forks import METHOD, preload, start_process, use_fork_for_spawn
-from tests.vllm.settings import ENGINE, ENV  # noqa: F401
+from tests.vllm.settings import ENGINE, ENV
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -94,6 +94,23 @@ def _serve(connection, env, fork_workers):
         connection.send(answer)
     if state.llm is not None:
         shut_down(state.llm)
+
+
+def start(state, model, options=MappingProxyType({}), aligned=True):
+    """Start the engine of a `VllmProcess`."""
+    from vllm import LLM
+
+    from alignkit.vllm import patch_vllm
+
+    if aligned:
+        state.patch = patch_vllm()
+    state.llm = LLM(model, dtype="bfloat16", **ENGINE | options)
+
+
+def reload(state, model):
+    """Load another checkpoint into the engine of a `VllmProcess`."""
+    state.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+    state.llm.reset_prefix_cache()
 
 
 def _portable(error):

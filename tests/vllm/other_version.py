@@ -25,8 +25,9 @@ def collect_answers(model: str) -> dict:
     from vllm import LLM
 
     from alignkit.vllm import patch_vllm, worker_status
+    from tests.vllm.conftest import reload
     from tests.vllm.settings import ENGINE
-    from tests.vllm.test_engine import evaluate, generate, reload
+    from tests.vllm.test_engine import evaluate, generate
 
     patch_vllm()
     replica = {}

@@ -60,6 +60,39 @@ def test_a_tied_checkpoint_with_a_copy_of_the_embedding_is_accepted(process, mod
     assert process(build, modified_checkpoint(head=1, tied=True))
 
 
+def errors_after_failed_loads(state, model, tensors):
+    """Return the errors of a load that fails, a later load of the whole checkpoint, and the checks after them."""
+    from alignkit.vllm import worker_status
+
+    def error(function, *args, **kwargs):
+        try:
+            return str(function(*args, **kwargs))
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+
+    rpc, found = state.llm.collective_rpc, []
+    for weights in ({"weights_iterator": tensors}, {"weights_path": model}):
+        rejected = error(rpc, "reload_weights", kwargs=weights)
+        step = error(state.llm.generate, [{"prompt_token_ids": [1, 2]}], use_tqdm=False)
+        applied = error(state.llm.apply_model, lambda model: None)
+        found.append((rejected, step, worker_status(state.llm)[0].get("replaced"), applied))
+    return found
+
+
+def test_after_a_failed_load_checks_name_the_load(vllm_process, checkpoint):
+    """The load leaves the head of a tied model on the meta device, and vLLM cannot load over it."""
+    model = checkpoint(**SMALL, tied=True)
+    process = vllm_process()
+    process(build, model)
+    tensors = dict(load_file(f"{model}/model.safetensors"))
+    tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.1.mlp.down_proj.weight"][:3]
+    first, second = process(errors_after_failed_loads, model, list(tensors.items()))
+    for (_, *later), rejected in ((first, "AssertionError"), (second, "AssertionError")):
+        for text in later:
+            assert f"reload_weights: failed and may have changed some of the weights ({rejected}" in text
+            assert "tie_word_embeddings" not in text
+
+
 def test_a_logit_scale_is_rejected(process, modified_checkpoint):
     with pytest.raises(UnsupportedError, match="logit_scale"):
         process(build, modified_checkpoint("llama", logit_scale=0.5))

@@ -14,7 +14,8 @@ from alignkit.errors import UnsupportedError
 from alignkit.runtime.ids import contract_id
 from alignkit.runtime.machine import most_ranks
 from tests.vllm.concurrent_engines import concurrent_engines, start
-from tests.vllm.test_engine import evaluate, generate, hidden_states, reload
+from tests.vllm.conftest import reload
+from tests.vllm.test_engine import evaluate, generate, hidden_states
 from tests.vllm.test_live import attention, hook, method_of_vllms_class, norm, set_attribute, worker
 from tests.vllm.test_serve import complete, serving, with_tokenizer
 

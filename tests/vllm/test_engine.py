@@ -14,7 +14,7 @@ from alignkit.jobs.rollout import shut_down
 from alignkit.runtime.ids import contract_id
 from alignkit.testing import assert_bitwise_equal
 from tests.ropes import ROPES
-from tests.vllm.conftest import ENGINE
+from tests.vllm.conftest import ENGINE, reload
 
 PROMPT = [5, 900, 33, 1999, 0, 41, 7, 7, 1200, 64]
 
@@ -208,11 +208,6 @@ def load_in_place(state, model):
 
     weights = load_file(f"{model}/model.safetensors")
     state.llm.apply_model(lambda m: m.load_weights(weights.items()) and None)
-    state.llm.reset_prefix_cache()
-
-
-def reload(state, model):
-    state.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
     state.llm.reset_prefix_cache()
 
 

@@ -15,7 +15,7 @@ import torch
 from alignkit.errors import UnsupportedError
 from alignkit.testing import assert_bitwise_equal
 from tests import moe_reference
-from tests.vllm.conftest import ENGINE
+from tests.vllm.conftest import ENGINE, reload
 from tests.vllm.test_live import set_attribute
 
 SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 128, "vocab": 512}
@@ -137,11 +137,6 @@ def load_in_place(state, model):
 
     weights = load_file(f"{model}/model.safetensors")
     state.llm.apply_model(lambda m: m.load_weights(weights.items()) and None)
-    state.llm.reset_prefix_cache()
-
-
-def reload(state, model):
-    state.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
     state.llm.reset_prefix_cache()
 
 

@@ -5,7 +5,7 @@ import torch
 
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.identity import of_checkpoint
-from tests.vllm.conftest import ENGINE
+from tests.vllm.conftest import reload, start
 
 SLOW = pytest.mark.slow
 CASES = [
@@ -21,25 +21,10 @@ CASES = [
 ]
 
 
-def start(state, model, options, aligned=True):
-    from vllm import LLM
-
-    from alignkit.vllm import patch_vllm
-
-    if aligned:
-        state.patch = patch_vllm()
-    state.llm = LLM(model, dtype="bfloat16", **(ENGINE | options))
-
-
 def tensors(state):
     from alignkit.vllm.fingerprint import fingerprint
 
     return fingerprint(state.llm).tensors
-
-
-def reload(state, model):
-    state.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
-    state.llm.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("arch, sizes, options", CASES)
@@ -71,7 +56,7 @@ def test_the_public_function_takes_an_engine_a_directory_and_a_model(vllm_proces
 
     path = checkpoint()
     process = vllm_process(VLLM_PLUGINS="")
-    process(start, path, {})
+    process(start, path)
     assert process(public) == alignkit.fingerprint(path)
     with pytest.raises(InputError, match="model_dir: must be the HF directory"):
         alignkit.fingerprint(torch.nn.Linear(1, 1))

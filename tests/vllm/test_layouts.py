@@ -10,8 +10,8 @@ import pytest
 
 from alignkit.errors import UnsupportedError
 from alignkit.testing import free_port
-from tests.vllm.conftest import ENGINE
-from tests.vllm.test_processes import greedy, reload, start, statuses
+from tests.vllm.conftest import ENGINE, reload, start
+from tests.vllm.test_processes import greedy, statuses
 
 
 class Launched:
@@ -70,7 +70,7 @@ def forget_shared_memory():
 def alone(vllm_process, checkpoint):
     """Return a process with an engine of one worker."""
     process = vllm_process()
-    process(start, checkpoint(), 1)
+    process(start, checkpoint())
     return process
 
 

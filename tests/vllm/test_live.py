@@ -268,6 +268,35 @@ def attention_registered(state, model):
     return lambda: context.update({second: ours})
 
 
+def head(state, model):
+    return cut(model.lm_head.weight)
+
+
+def rotary_table(state, model):
+    return cut(model.model.layers[0].self_attn.rotary_emb.cos_sin_cache)
+
+
+def cut(tensor):
+    """Drop rows of a tensor and return a function that restores them."""
+    whole, tensor.data = tensor.data, tensor.data[:448]
+    return lambda: setattr(tensor, "data", whole)
+
+
+def unnoticed_tensors(state):
+    """Return the parameters and rotary tables whose shape or dtype can change without being named by the status."""
+    model, unnoticed = worker(state).model_runner.get_model(), []
+    tables = [(name, t) for name, t in model.named_buffers() if name.endswith("cos_sin_cache")]
+    for name, tensor in [*model.named_parameters(), *tables]:
+        whole = tensor.data
+        for other in (whole[:-1], whole[..., :-1], whole.double()):
+            tensor.data = other
+            named = name.rpartition(".")[2] if "routed_experts.w" in name else f"{name}: must be "
+            if named not in status(state).get("replaced", ""):
+                unnoticed.append((name, other.dtype, other.shape))
+        tensor.data = whole
+    return unnoticed, len(tables), status(state)["patched"]
+
+
 PARTS = {
     sampler: "sampler: must be AlignedSampler, got Sampler",
     logprobs_of_the_sampler: "sampler: compute_logprobs: must be AlignedSampler's method, got an attribute",
@@ -282,6 +311,8 @@ PARTS = {
     global_hook: "torch.nn.Module: must have only global forward hooks of vLLM or alignkit, got global_hook",
     linear_method: "model.layers.1.self_attn.qkv_proj: quant_method: must be AlignedLinearMethod, got Mine",
     attention: "impl.forward: must be AlignedAttentionImpl's method, got an attribute",
+    head: r"lm_head.weight: must be bfloat16 \[512, 128\] according to config.json, got bfloat16 \[448, 128\]",
+    rotary_table: r"rotary_emb.cos_sin_cache: must be float32 \[4096, 32\] .*, got float32 \[448, 32\]",
     attention_registered: "static_forward_context: must map this layer's name to the model's attention layer",
 }
 
@@ -319,6 +350,17 @@ def test_status_names_changed_values(engine):
     for text, name in zip(seen, ("rms_norm_eps", "logit_scale", "logits soft cap", "attention scale"), strict=True):
         assert f"{name}: must be" in text
     assert patched
+
+
+def test_status_names_a_tensor_of_another_shape_or_dtype(engine):
+    assert engine(unnoticed_tensors) == ([], 1, True)
+
+
+@pytest.mark.parametrize("arch", ["glm4_moe", "qwen2_moe"])
+def test_status_names_a_tensor_of_another_shape_or_dtype_in_a_moe_model(vllm_process, checkpoint, arch):
+    process = vllm_process()
+    process(start, checkpoint(arch, **SMALL), {})
+    assert process(unnoticed_tensors) == ([], 1, True)
 
 
 # Replacements before the engine is built.

@@ -11,7 +11,7 @@ import pytest
 from alignkit.config import Config
 from alignkit.errors import InputError, UnsupportedError
 from alignkit.runtime.ids import contract_id
-from tests.vllm.conftest import ENGINE
+from tests.vllm.conftest import ENGINE, reload, start
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp1", "tp2"])
@@ -21,18 +21,8 @@ def engine(request, vllm_process, checkpoint):
     No vLLM plugin is loaded: vLLM ignores plugins that fail to import, so alignment must not depend on one.
     """
     process = vllm_process(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_PLUGINS="")
-    process(start, checkpoint(), request.param)
+    process(start, checkpoint(), {"tensor_parallel_size": request.param})
     return process, request.param
-
-
-def start(state, model, tp):
-    from vllm import LLM
-
-    from alignkit.vllm import patch_vllm
-
-    state.patch = patch_vllm()
-    state.llm = LLM(model, dtype="bfloat16", tensor_parallel_size=tp, **ENGINE)
-    return os.environ["ALIGNKIT_VLLM"]
 
 
 def greedy(state, prompts):
@@ -50,11 +40,6 @@ def statuses(state):
     from alignkit.vllm import worker_status
 
     return worker_status(state.llm)
-
-
-def reload(state, model):
-    state.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
-    state.llm.reset_prefix_cache()
 
 
 def structured(state):

@@ -286,6 +286,12 @@ def test_unsupported_compilation_options_are_named(process, name, chosen):
         ),
         ("llama", "attention_factor", {"rope_scaling": ROPES["yarn"] | {"attention_factor": 1.0}}),
         (
+            "llama",
+            "rope_scaling: beta_fast: must be a positive number, got null",
+            {"rope_scaling": ROPES["yarn"] | {"beta_fast": None}},
+        ),
+        ("glm4_moe", "head_dim: must be even, .*, got 25", {"head_dim": 25}),
+        (
             "qwen2",
             "sliding_window: must be null, got 32",
             {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0},
@@ -301,6 +307,30 @@ def test_unsupported_models_are_rejected(process, checkpoint, tmp_path, arch, na
     (model / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(UnsupportedError, match=name):
         process(configure, str(model), {})
+
+
+@pytest.mark.parametrize(
+    "change, rows, why",
+    [
+        (
+            {"rope_scaling": ROPES["yarn"] | {"factor": 2.0, "original_max_position_embeddings": 64}},
+            128,
+            r"original_max_position_embeddings \* factor of YaRN",
+        ),
+        ({"model_max_length": 8192}, 4096, "max_position_embeddings"),
+        ({"model_max_length": 8192, "rope_scaling": ROPES["llama3"]}, 4096, "max_position_embeddings"),
+    ],
+    ids=["yarn", "unscaled", "llama3"],
+)
+def test_a_length_beyond_the_rotary_table_is_rejected(process, checkpoint, tmp_path, change, rows, why):
+    """VLLM accepts such a length for YaRN, and if config.json has a longer `model_max_length`."""
+    model = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    process(configure, str(model), {"max_model_len": rows})
+    message = f"max_model_len: must be at most {rows}, the model's {why}, got {rows + 1}"
+    with pytest.raises(UnsupportedError, match=message):
+        process(configure, str(model), {"max_model_len": rows + 1})
 
 
 def test_a_model_with_an_extra_layer_is_rejected(process, checkpoint):

@@ -10,6 +10,7 @@ import torch
 from ...dist import TP
 from .._calls import op
 from .._common import (
+    check_constant,
     check_device,
     check_finite,
     check_flag,
@@ -59,7 +60,7 @@ def linear_logp(
         weight: [V_local, D], hidden's dtype; this rank's rows of the vocabulary.
         target: int64 [...], global ids in [0, vocab_size), or `ignore_index`.
         bias: [V_local] of weight's dtype, or None.
-        temperature: Positive number, or fp32 [...]; divides the logits.
+        temperature: Positive number, or fp32 [...] that requires no gradient; divides the logits.
         soft_cap: Positive finite number, or None for no cap.
         logit_scale: Finite factor of the logits.
         ignore_index: Rows with this target have logp 0, entropy 0 and no gradient.
@@ -102,6 +103,7 @@ def linear_logp(
         check_weight(hidden, weight, bias, "hidden")
         if main_grad is not None:
             check_tensor("main_grad", main_grad, 2, (torch.float32,))
+            check_constant("main_grad", main_grad)
             require(
                 main_grad.shape == weight.shape,
                 f"main_grad: shape must equal weight's {tuple(weight.shape)}, got {tuple(main_grad.shape)}",
@@ -177,7 +179,7 @@ def logp_from_logits(
     Args:
         logits: [..., V_local], fp32 or bf16; this rank's columns. -inf masks an id; NaN or +inf make their row NaN.
         target: int64 [...], global ids in [0, vocab_size), or `ignore_index`.
-        temperature: Positive number, or fp32 [...]; divides the logits.
+        temperature: Positive number, or fp32 [...] that requires no gradient; divides the logits.
         ignore_index: Rows with this target have logp 0, entropy 0 and no gradient.
         vocab_size: True global vocabulary size; padded ids at or beyond it are excluded. Default: all columns.
         vocab_start: Global id of this rank's first column; shards are consecutive in rank order, as for `linear_logp`.

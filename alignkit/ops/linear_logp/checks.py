@@ -9,7 +9,7 @@ import torch
 
 from ...runtime import dispatch
 from ...runtime.families import on_host
-from .._common import check_number, check_plain, check_tensor, checks_values, require
+from .._common import check_constant, check_number, check_plain, check_tensor, checks_values, require
 
 
 def check_transform(soft_cap, logit_scale) -> None:
@@ -30,6 +30,7 @@ def check_temperature(temperature, shape: torch.Size, device) -> None:
         check_number("temperature", temperature)
         return
     check_plain("temperature", temperature)
+    check_constant("temperature", temperature)
     require(
         not temperature.is_complex() and not temperature.is_quantized and temperature.dtype != torch.bool,
         f"temperature: dtype must be a floating-point or integer type, got {temperature.dtype}",

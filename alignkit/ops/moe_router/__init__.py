@@ -12,6 +12,7 @@ from ...runtime import dispatch
 from .._calls import differentiable_once, op
 from .._common import (
     as_rows,
+    check_constant,
     check_device,
     check_finite,
     check_flag,
@@ -75,7 +76,8 @@ def moe_router(
         score: "softmax": choose by logit; scores are the softmax over all experts. "sigmoid": scores are the sigmoids
             of the logits; choose by score plus `bias`.
         normalize: Divide a token's scores by the sum of the chosen ones.
-        bias: fp32 [n] or None; added to sigmoid scores for the choice alone. It receives no gradient.
+        bias: fp32 [n] or None; added to sigmoid scores for the choice alone. It has no gradient and must not
+            require one.
         groups: Number of equal groups of consecutive ids; divides n. More than 1 needs sigmoid scores.
         top_groups: Groups to choose from, ranked by the sum of their two best values.
         scale: Positive factor, applied to the weights at the end.
@@ -118,4 +120,5 @@ def check(logits, top_k, score, normalize, bias, groups, top_groups, scale) -> R
         require(tuple(bias.shape) == (n,), f"bias: expected shape ({n},), got {tuple(bias.shape)}")
         check_same_device("bias", bias, "logits", logits)
         check_finite("bias", bias)
+        check_constant("bias", bias)
     return Routing(top_k, sigmoid, normalize, groups, top_groups, scale)

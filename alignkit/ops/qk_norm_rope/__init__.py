@@ -109,7 +109,7 @@ def qk_norm_rope(
         k_weight: [D], q's dtype; the weight of the norm over each key head.
         eps: added to the mean of squares; positive.
         positions: int64 [T] on q's device, in [0, max_position).
-        table: fp32 [max_position, D] from `rope_table`, or [max_position, rotary_dim].
+        table: fp32 [max_position, D] from `rope_table`, or [max_position, rotary_dim]. It must not require a gradient.
         rotary_dim: number of leading head dimensions to rotate, even; None: all.
         zero_centered: the weights are stored minus one; 1 is added in fp32.
 

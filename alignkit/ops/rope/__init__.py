@@ -16,6 +16,7 @@ from ...runtime import dispatch, families
 from .._calls import differentiable_once, op
 from .._common import (
     InputError,
+    check_constant,
     check_device,
     check_int,
     check_number,
@@ -124,7 +125,8 @@ def rope(
     Args:
         x: [T, H, D], fp32 or bf16, D even; copied only if D is not the unit-stride dimension.
         positions: int64 [T] on x's device, in [0, max_position).
-        table: fp32 [max_position, D] from `rope_table` on x's device, or [max_position, rotary_dim].
+        table: fp32 [max_position, D] from `rope_table` on x's device, or [max_position, rotary_dim]. It must not
+            require a gradient.
         rotary_dim: number of leading head dimensions to rotate, as a head of that size; even, at most D. The others are
             copied. None: all.
 
@@ -147,6 +149,7 @@ def check(x, positions, table, name: str = "x", rotary_dim: int | None = None) -
     check_device(name, x)
     check_tensor("positions", positions, 1, (torch.int64,))
     check_tensor("table", table, 2, (torch.float32,))
+    check_constant("table", table)
     for other_name, t in (("positions", positions), ("table", table)):
         check_same_device(other_name, t, name, x)
     require(positions.shape[0] == x.shape[0], f"positions: must have {x.shape[0]} entries, got {positions.shape[0]}")
