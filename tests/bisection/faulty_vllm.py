@@ -4,6 +4,7 @@ FAULT "stale-cache" writes the recordings ``stale`` and ``good``; "stock-layer" 
 `test_engines.py` runs the module and reads the recordings.
 """
 
+import os
 import sys
 
 import torch
@@ -23,7 +24,7 @@ class Faulty(Recording):
     """Methods for ``collective_rpc``."""
 
     def new_weights(self, seed: int) -> None:
-        """Change the first layer's weights without resetting the prefix cache, which makes cached keys stale."""
+        """Change the first layer's weights."""
         weight = self.model_runner.get_model().model.layers[0].self_attn.qkv_proj.weight
         with torch.no_grad():
             weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)).to(weight.dtype) / 64
@@ -47,6 +48,8 @@ def main(path: str, fault: str) -> None:
     )
     if fault == "stale-cache":
         from vllm import SamplingParams
+
+        os.environ["ALIGNKIT_READ_METHODS"] = "new_weights"  # a false claim: cached keys of the old weights are used
 
         prompts = [{"prompt_token_ids": s} for s in job["sequences"]]
         llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
