@@ -20,9 +20,10 @@ KEY = "alignkit"
 """Key in a request output's `kv_transfer_params`."""
 READS = frozenset(
     """
-    alignkit_epoch alignkit_record alignkit_save alignkit_status alignkit_weights check_health compute_weight_checksums get_cache_block_size_bytes
-    get_kv_cache_spec get_kv_connector_handshake_metadata get_supported_tasks init_weight_transfer_engine list_loras
-    profile reset_encoder_cache reset_mm_cache shutdown_weight_transfer_engine synchronize_device
+    alignkit_epoch alignkit_record alignkit_save alignkit_status alignkit_weights check_health compute_weight_checksums
+    get_cache_block_size_bytes get_kv_cache_spec get_kv_connector_handshake_metadata get_supported_tasks
+    init_weight_transfer_engine list_loras profile reset_encoder_cache reset_mm_cache shutdown_weight_transfer_engine
+    synchronize_device
     """.split()
 )
 """Methods of vLLM's and alignkit's workers that change no weights. A call of any other method counts as a change."""
