@@ -9,7 +9,8 @@
 
 The model is a Qwen3 or Qwen3-MoE with random weights; the reward is the share of even token ids. One process holds
 both engines and a full training step: groups of samples, recomputed logprobs, clipped loss with a KL term, fp32 main
-gradients and master weights (Megatron's DDP, AdamW), weight update. No importance-sampling correction is applied.
+gradients and master weights (Megatron's DDP, AdamW), weight update. Each update is verified: the fingerprints of both
+engines' weights must be equal. No importance-sampling correction is applied.
 tests/e2e/test_grpo.py runs this file, and benchmarks/results holds rows that --json wrote.
 """
 
@@ -175,7 +176,10 @@ def run(args: argparse.Namespace) -> list[dict]:
                 llm.apply_model(
                     lambda m, weights=weights: m.load_weights(weights) and None
                 )  # in place, in the running engine
-                llm.reset_prefix_cache()  # its entries were computed with the old weights
+                if args.stock:
+                    llm.reset_prefix_cache()  # aligned engines tell prefixes of different weights apart
+                elif problem := alignkit.fingerprint(model, directory).difference(alignkit.fingerprint(llm)):
+                    raise alignkit.AlignkitError(f"weight update: {problem}")
             drift = compare_tensors(torch.cat(sampled)[None], torch.cat(trained)[None])
             rows.append(
                 {

@@ -1,7 +1,8 @@
 """Identity of a model's weights: a fingerprint that does not depend on layout or engine.
 
 `weights` computes and compares fingerprints; `alignkit.megatron.fingerprint` and `alignkit.vllm.fingerprint` say which
-rows and columns of the HF tensors a rank holds. `identity` names an engine's kernels and weights. docs/identity.md.
+rows and columns of the HF tensors a rank holds. `sync` verifies weight syncs. `identity` names an engine's kernels and
+weights. docs/identity.md.
 Public: the names in `__all__`.
 """
 

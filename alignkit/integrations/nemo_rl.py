@@ -5,12 +5,14 @@ NeMo-RL has no plugins, but all its processes inherit the environment. So an env
     export PYTHONPATH=$(python -m alignkit.integrations.startup):$PYTHONPATH
 
 Python then runs `startup/sitecustomize.py` in each process, which imports this module when NeMo-RL is imported. The
-replaced functions are in functions.json, and the replacements take the same arguments.
+replaced and wrapped functions are in functions.json, and the replacements take the same arguments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import os
 import sys
 from types import SimpleNamespace
@@ -20,10 +22,13 @@ import torch
 import alignkit
 from alignkit.config import Config
 from alignkit.errors import UnsupportedError
+from alignkit.identity import sync
 from alignkit.integrations.framework import Framework, require_engines
 from alignkit.integrations.functions import require_tested
 
 ENV = Config.vllm.name
+TRANSPORTS = (None, "ipc", "nccl")
+"""Values of `policy.generation.refit_transport` whose weight syncs are verified."""
 
 
 class Patch(Framework):
@@ -40,6 +45,8 @@ class Patch(Framework):
                 "nemo_rl.distributed.model_utils": self._logprobs,
                 "nemo_rl.models.megatron.train": self._temperature,
                 "nemo_rl.models.megatron.setup": self._models,
+                "nemo_rl.models.policy.workers.megatron_policy_worker": self._policy,
+                "nemo_rl.models.generation.vllm.vllm_backend": self._rollout,
                 "nemo_rl.models.generation.vllm": lambda module: require_engines(),  # in the trainer too
             }
         )
@@ -69,6 +76,28 @@ class Patch(Framework):
 
         self.align(Megatron, alignkit.patch_megatron)
         self.replace(module, "setup_model_and_optimizer", with_vocabulary(module.setup_model_and_optimizer))
+
+    def _policy(self, module) -> None:
+        worker = module.MegatronPolicyWorkerImpl
+        stock = worker._iter_params_with_optional_kv_scales
+        senders = worker.prepare_refit_info, worker.stream_weights_via_ipc_zmq, worker.broadcast_weights_for_collective
+        require_tested("NeMo-RL", stock, *map(undecorated, senders))
+        self.replace(worker, "_iter_params_with_optional_kv_scales", with_fingerprint(stock))
+
+    def _rollout(self, module) -> None:
+        worker = module.VllmInternalWorkerExtension
+        load, lifecycle = worker._load_weights, worker._weight_update_lifecycle
+        receivers = worker.update_weights_via_ipc_zmq, worker.update_weights_from_collective
+        require_tested("NeMo-RL", load, lifecycle, *map(undecorated, receivers))
+        self.replace(worker, "_load_weights", without_fingerprint(load))
+        self.replace(worker, "_weight_update_lifecycle", verified(lifecycle))
+        other = module.VllmInternalWorkerExtensionWithCheckpointEngine
+        for cls, name in (
+            (worker, "nccl_reshard_refit"),
+            (worker, "update_weights_from_decoded_sparse_payload"),
+            (other, "update_weights_from_checkpoint_engine"),
+        ):
+            self.replace(cls, name, refuse_transport)
 
 
 def logprob(vocab_parallel_logits, target, vocab_start_index, vocab_end_index, group, inference_only=False):
@@ -119,6 +148,62 @@ def with_vocabulary(stock):
         return state
 
     return setup
+
+
+def undecorated(function):
+    """Return the function that NeMo-RL's `wrap_with_nvtx_name` decorates, or `function`."""
+    function = inspect.unwrap(function)
+    return inspect.getclosurevars(function).nonlocals.get("func", function)
+
+
+def with_fingerprint(stock):
+    """Wrap `_iter_params_with_optional_kv_scales`, the stream of weight syncs, to end with the model's fingerprint."""
+
+    @functools.wraps(stock)
+    def export(worker, *args, **kwargs):
+        from alignkit.megatron.fingerprint import append_fingerprint
+
+        if (worker.cfg.get("generation") or {}).get("refit_transport") not in TRANSPORTS:
+            refuse_transport()
+        return append_fingerprint(stock(worker, *args, **kwargs), [worker.model], worker.cfg["model_name"])
+
+    return export
+
+
+def without_fingerprint(stock):
+    """Wrap `VllmInternalWorkerExtension._load_weights` to take the trainer's fingerprint from the weights."""
+
+    @functools.wraps(stock)
+    def load(worker, weights) -> None:
+        weights, trainer = sync.take(weights)
+        worker._alignkit_trainer = trainer or getattr(worker, "_alignkit_trainer", None)
+        stock(worker, weights)
+
+    return load
+
+
+def verified(stock):
+    """Wrap `VllmInternalWorkerExtension._weight_update_lifecycle` to require the trainer's weights at its end."""
+
+    @functools.wraps(stock)
+    @contextlib.contextmanager
+    def lifecycle(worker, transport):
+        worker._alignkit_trainer = error = None
+        try:
+            with stock(worker, transport) as finalize:
+                yield finalize
+        except Exception as e:
+            error = e
+        worker.alignkit_verify(worker._alignkit_trainer, error)
+
+    return lifecycle
+
+
+def refuse_transport(*args, **kwargs):
+    raise UnsupportedError(
+        "policy.generation.refit_transport: must be null, because other transports send parts of the weights, which "
+        "alignkit does not compare with the trainer's"
+    )
 
 
 Patch.apply()

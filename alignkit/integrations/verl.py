@@ -38,6 +38,7 @@ ALIGNED_EXTENSION = "alignkit.integrations.verl_worker.WorkerExtension"
 TEMPERATURE_OF_PADDING = 1e-8
 """Temperature of padding tokens, for which verl passes 0. It equals verl's clamp and affects no token in the loss."""
 
+_WORKER = "workers/rollout/vllm_rollout/utils.py"
 _SERVER = "workers/rollout/vllm_rollout/vllm_async_server.py"
 HOOK_POINTS = (
     HookPoint(
@@ -45,6 +46,23 @@ HOOK_POINTS = (
     ),
     HookPoint("workers/engine/base.py", "EngineRegistry.new", ("model_type", "backend")),
     HookPoint("workers/engine/megatron/transformer_impl.py", "MegatronEngine._build_megatron_module"),
+    HookPoint(
+        "workers/engine/megatron/transformer_impl.py",
+        "MegatronEngine.get_per_tensor_param",
+        mentions=("load_megatron_model_to_gpu", "per_tensor_param", "peft_config"),
+    ),
+    HookPoint(
+        _WORKER,
+        "vLLMColocateWorkerExtension.update_weights_from_ipc",
+        mentions=("receive_weights", "_update_weights", "process_weights_after_loading"),
+    ),
+    HookPoint(_WORKER, "vLLMColocateWorkerExtension._update_weights", ("weights",)),
+    HookPoint(_WORKER, "vLLMColocateWorkerExtension.update_verl_delta_weights", ("update_info",)),
+    HookPoint(
+        "workers/rollout/vllm_rollout/vllm_rollout.py",
+        "ServerAdapter.update_weights",
+        mentions=("_execute_method", "async_send_weights", "_update_delta_weights"),
+    ),
     HookPoint(
         _SERVER, "vLLMHttpServer.launch_server", mentions=("_preprocess_engine_kwargs", "_get_worker_extension_cls")
     ),
@@ -95,6 +113,9 @@ class Patch(Framework):
             engine.MegatronEngine,
             "_build_megatron_module",
             with_vocabulary(engine.MegatronEngine._build_megatron_module),
+        )
+        self.replace(
+            engine.MegatronEngine, "get_per_tensor_param", with_fingerprint(engine.MegatronEngine.get_per_tensor_param)
         )
 
     def _fused(self, module) -> None:
@@ -169,6 +190,21 @@ def with_vocabulary(stock):
         return module
 
     return build
+
+
+def with_fingerprint(stock):
+    """Wrap `MegatronEngine.get_per_tensor_param` to send the model's fingerprint, which `verl_worker` compares."""
+
+    @functools.wraps(stock)
+    def export(engine, *args, **kwargs):
+        from alignkit.megatron.fingerprint import append_fingerprint
+
+        weights, peft_config = stock(engine, *args, **kwargs)
+        if peft_config is not None:
+            raise UnsupportedError("actor_rollout_ref.model.lora: must be off, got adapters to send to the rollout")
+        return append_fingerprint(weights, engine.module, engine.model_config.local_hf_config_path), None
+
+    return export
 
 
 def logits_processor(

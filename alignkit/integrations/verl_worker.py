@@ -9,6 +9,7 @@ from __future__ import annotations
 from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits, vLLMColocateWorkerExtension
 
 from alignkit.errors import UnsupportedError
+from alignkit.identity import sync
 from alignkit.integrations.functions import require_tested
 from alignkit.vllm.policy import VOCAB_SIZE
 
@@ -19,8 +20,10 @@ class WorkerExtension(vLLMColocateWorkerExtension):
     """The worker extension of verl, for an aligned worker.
 
     `AlignedLogitsProcessor` already masks ids beyond the vocabulary, so verl's own mask is omitted. After a weight
-    update the worker checks its model.
+    sync the worker checks its model, and requires the trainer's weights.
     """
+
+    _alignkit_trainer: bytes | None = None
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
         if banned_token_ids:
@@ -37,5 +40,21 @@ class WorkerExtension(vLLMColocateWorkerExtension):
             )
 
     def update_weights_from_ipc(self, *args, **kwargs) -> None:
-        super().update_weights_from_ipc(*args, **kwargs)
+        self._alignkit_trainer = error = None
+        try:
+            super().update_weights_from_ipc(*args, **kwargs)
+        except Exception as e:
+            error = e
+        self.alignkit_verify(self._alignkit_trainer, error)
         self._watch.inspect()
+
+    def _update_weights(self, weights, *args, **kwargs) -> None:
+        weights, trainer = sync.take(weights)
+        self._alignkit_trainer = trainer or self._alignkit_trainer
+        super()._update_weights(weights, *args, **kwargs)
+
+    def update_verl_delta_weights(self, *args, **kwargs) -> None:
+        raise UnsupportedError(
+            "actor_rollout_ref.rollout.checkpoint_engine.backend: must send whole tensors, because each sync is "
+            "compared with the trainer's weights; 'delta_sharded' sends changed elements"
+        )

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from alignkit.convert import Architecture, rank_weights, read_architecture, shard_rows
 from alignkit.dist import TP
 from alignkit.errors import UnsupportedError
+from alignkit.identity import sync
 from alignkit.identity.weights import Fingerprint, Shard, parts, whole
+from alignkit.models.config import find_architecture
 
 from . import build, modules
+from .forward import unwrapped
 
 
 def fingerprint(
@@ -31,8 +35,31 @@ def fingerprint(
         InputError: replicas differ, or the ranks do not hold the whole model.
         UnsupportedError: a parameter is none of the architecture's weights.
     """
-    arch = read_architecture(model_dir)
     chunks = [models] if isinstance(models, GPTModel) or not isinstance(models, Sequence) else models
+    return _of_chunks(chunks, read_architecture(model_dir), group)
+
+
+def append_fingerprint(
+    weights: Iterable[tuple[str, torch.Tensor]], models: Iterable[torch.nn.Module], config: str | os.PathLike
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the (HF name, tensor) pairs of a weight sync, followed by the model's fingerprint now.
+
+    A collective of all processes, before it returns. `identity.sync` has the receiver's side.
+
+    Args:
+        weights: The pairs that a framework sends.
+        models: This rank's model or chunks of a pipeline, as wrapped.
+        config: Folder or Hugging Face Hub repository with the model's config.json.
+
+    Raises:
+        InputError, UnsupportedError: as `fingerprint`.
+    """
+    chunks: list[Any] = [unwrapped(model) for model in models]
+    device = next(chunks[0].parameters()).device
+    return sync.append(weights, _of_chunks(chunks, find_architecture(config), None), device)
+
+
+def _of_chunks(chunks: Iterable[GPTModel], arch: Architecture, group: dist.ProcessGroup | None) -> Fingerprint:
     mine = parts(shard for chunk in chunks for shard in shards(chunk, arch))
     ranks: list[Any] = [mine]
     if dist.is_initialized():

@@ -247,7 +247,7 @@ def schedule(patch: Patch, stock):
         tp = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
         cp = parallel_state.get_context_parallel_group() if groups is None else groups.cp
         pp = parallel_state.get_pipeline_model_parallel_group() if communicator is None else communicator.pp_group
-        chunks = [_unwrapped(model) for model in (given if isinstance(given, list) else [given])]
+        chunks = [unwrapped(model) for model in (given if isinstance(given, list) else [given])]
         chunks = [model for model in chunks if isinstance(model, models.MODELS)]  # other models are not aligned
 
         def checks() -> dict:
@@ -271,7 +271,8 @@ def schedule(patch: Patch, stock):
     return aligned
 
 
-def _unwrapped(model):
+def unwrapped(model):
+    """Return the model that wrappers such as DDP and Float16Module contain."""
     while not isinstance(model, models.MODELS) and hasattr(model, "module"):
         model = model.module
     return model

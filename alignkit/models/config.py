@@ -341,6 +341,19 @@ def read_architecture(model_dir: str | os.PathLike) -> Architecture:
     return arch
 
 
+def find_architecture(source: str | os.PathLike, revision: str | None = None) -> Architecture:
+    """Return the `Architecture` of the config.json in a folder or, at `revision`, a Hugging Face Hub repository."""
+    if Path(source).is_dir():
+        return read_architecture(source)
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(str(source), "config.json", revision=revision)
+    except OSError as e:
+        raise UnsupportedError(f"model {source}: cannot read config.json: {e}") from e
+    return read_architecture(Path(str(path)).parent)
+
+
 def _check_layer_types(kinds: Any, layers: int) -> None:
     if kinds is None:
         return

@@ -8,30 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from alignkit.convert import Architecture, read_architecture
+from alignkit.convert import Architecture
 from alignkit.engines.hook_points import relies_on
-from alignkit.errors import UnsupportedError
 from alignkit.models import FAMILIES
+from alignkit.models.config import find_architecture
 
 
 @relies_on("config/model.py:ModelConfig", members="hf_config_path")
 def architecture(model_config) -> Architecture:
     """Return the `Architecture` in the config.json that vLLM uses, in a folder or a Hugging Face Hub repository."""
-    source = str(model_config.hf_config_path or model_config.model)
-    if Path(source).is_dir():
-        return read_architecture(source)
-    from transformers.utils import cached_file
-
-    try:
-        path = cached_file(source, "config.json", revision=model_config.revision)
-    except OSError as e:
-        raise UnsupportedError(f"model {source}: cannot read config.json: {e}") from e
-    return read_architecture(Path(str(path)).parent)
+    return find_architecture(str(model_config.hf_config_path or model_config.model), model_config.revision)
 
 
 def deviations(model: torch.nn.Module, read: Architecture, tp: int, dtype: torch.dtype) -> list[str]:

@@ -2,7 +2,8 @@
 
 The engine's configuration carries the name of the class (`worker_class.WORKER`) to every process. A process that cannot
 import it fails to start, instead of running a stock worker. The public methods override vLLM's, except
-`alignkit_epoch`, `alignkit_status` and `alignkit_weights`, which the front end calls by name.
+`alignkit_epoch`, `alignkit_status` and `alignkit_weights`, which the front end calls by name, and `alignkit_verify`,
+which the worker extensions of `integrations` call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm.logger import init_logger
 from alignkit.dist import TP, symmetric
 from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
+from alignkit.identity import sync
 from alignkit.identity.weights import parts
 from alignkit.runtime import dispatch
 from alignkit.runtime.families import on_host
@@ -163,6 +165,31 @@ class AlignedWorker(resolve(installed().worker)):
     def alignkit_weights(self) -> dict:
         """Return what this worker holds of each HF tensor: see `alignkit.vllm.fingerprint`."""
         return parts(shards(self.model_runner.get_model(), architecture(self.model_config)))
+
+    @relies_on("distributed/parallel_state.py:GroupCoordinator", members="is_last_rank")
+    def alignkit_verify(self, trainer: bytes | None, error: Exception | None = None) -> None:
+        """Require the engine's weights to be the trainer's after a weight sync, or reject steps. A collective.
+
+        trainer: the fingerprint that came with this worker's weights, packed by `identity.sync`. error: the exception
+        that ended this worker's sync, which fails the sync of all workers.
+        """
+        arch, group = architecture(self.model_config), TP(self._ranks.cpu_group)
+
+        def held() -> tuple:
+            if error is not None:
+                raise error
+            return trainer, tuple(parts(shards(self.model_runner.get_model(), arch)).items())
+
+        try:
+            with self._updates.failing("weight sync"):
+                answers = group.check("weight sync", held)
+                sync.require_equal([(received, dict(items)) for received, items in answers], arch.hf_shapes())
+        except Exception:
+            # vLLM reads the workers' answers up to the first failure, and would take unread ones for answers to its
+            # next call. So only the worker that it reads last fails the call. All workers reject steps.
+            if get_tp_group().is_last_rank:
+                raise
+            logger.exception("weight sync")
 
     @relies_on("v1/worker/gpu_model_runner.py:GPUModelRunner.__init__", mentions="requests")
     @relies_on("v1/worker/gpu/states.py:RequestState.__init__", mentions="req_id_to_index", when="cuda")

@@ -41,6 +41,26 @@ def test_aligned_engines_keep_the_ratio_at_exactly_1(tmp_path, dtype, family, st
     assert rows[-1]["reward"] > rows[0]["reward"]  # the gradients increase the reward
 
 
+FAULT = """
+import runpy
+import sys
+
+from alignkit.megatron import build
+
+hf_weights = build.hf_weights
+build.hf_weights = lambda *args: (w for w in hf_weights(*args) if w[0] != "model.layers.1.mlp.up_proj.weight")
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_an_update_that_skips_a_tensor_is_named():
+    command = [sys.executable, "-c", FAULT, EXAMPLE, "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    message = "AlignkitError: weight update: model.layers.1.mlp.up_proj.weight: the weights differ"
+    assert done.returncode and message in done.stderr and "step 0" not in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_stock_engines_drift(tmp_path):
     (row,) = run(tmp_path, "--stock")

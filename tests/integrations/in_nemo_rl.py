@@ -4,17 +4,28 @@ Arguments: names of functions below, then the folder of a model. It prints the f
 object. The key ``error`` holds the message of an AlignkitError.
 """
 
+import contextlib
 import importlib
 import json
+import os
 import sys
+import types
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
+
+from tests.vllm.settings import ENGINE, ENV
+
+BACKEND = "nemo_rl.models.generation.vllm.vllm_backend"
 
 
 def replaced(_):
     """Return the names that importing NeMo-RL's modules replaces, and ``kind``, the type of DistributedLogprob."""
     utils = importlib.import_module("nemo_rl.distributed.model_utils")
+    importlib.import_module("nemo_rl.models.policy.workers.megatron_policy_worker")
+    importlib.import_module(BACKEND)
     from alignkit.integrations.nemo_rl import Patch
 
     return {"names": Patch.live().names, "kind": type(utils.DistributedLogprob).__name__}
@@ -85,6 +96,125 @@ def sampling(_):
     utils.DistributedLogprobWithSampling.apply(None, None, None, None, 0.9)
 
 
+def import_backend():
+    """Import the module of NeMo-RL's vLLM worker, without the packages above it, which need NeMo-RL's environment."""
+    import nemo_rl
+
+    for name in ("models.policy", "models.generation", "models.generation.vllm"):
+        module = types.ModuleType(f"nemo_rl.{name}")
+        module.__path__ = [str(Path(nemo_rl.__file__).parent.joinpath(*name.split(".")))]
+        sys.modules[module.__name__] = module
+    return importlib.import_module(BACKEND)
+
+
+class Bytes:
+    """A stand-in for the ZMQ socket of a NeMo-RL worker, with all weights in one buffer on the CPU."""
+
+    def __init__(self, weights, aligned, complete):
+        parts = []
+        for _, tensor in weights:
+            parts += [tensor.contiguous().view(-1).view(torch.uint8)]
+            parts += [torch.zeros(aligned(tensor.nbytes) - tensor.nbytes, dtype=torch.uint8)]
+        buffer = torch.cat(parts)
+        self.payloads = [(buffer, [name for name, _ in weights], len(buffer)), complete]
+
+    def recv_pyobj(self):
+        return self.payloads.pop(0)
+
+    def send(self, answer):
+        pass
+
+
+def refit(path):
+    """Sync weights of a Megatron model to a vLLM engine with NeMo-RL's worker extension.
+
+    Returns:
+        By transport and fault, the workers' results and the error of a request after the sync, or None. By transport
+        that is rejected, the error.
+    """
+    os.environ |= {name: value for name, value in ENV.items() if name != "ALIGNKIT_VLLM"}
+    backend = import_backend()
+    if hasattr(backend.VllmInternalWorkerExtension, "synchronize_device"):  # newer workers of vLLM have the name too
+        del backend.VllmInternalWorkerExtension.synchronize_device
+    from vllm import LLM, SamplingParams
+
+    import alignkit
+    from alignkit.convert import read_architecture
+    from alignkit.integrations import nemo_rl
+    from alignkit.megatron import build
+    from alignkit.megatron.cpu import cpu_host
+
+    alignkit.patch_vllm()
+    llm = LLM(
+        path,
+        worker_extension_cls=f"{BACKEND}.VllmInternalWorkerExtension",
+        load_format="dummy",
+        dtype="bfloat16",
+        **ENGINE,
+    )
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    from megatron.core import parallel_state
+
+    arch = read_architecture(path)
+    patches = contextlib.ExitStack()
+    for patch in (cpu_host(), mock.patch("torch.cuda.nvtx"), mock.patch("torch.cuda.current_stream")):
+        patches.enter_context(patch)
+    parallel_state.initialize_model_parallel()
+    model = build.gpt_model(path, torch.bfloat16)
+    trainer = SimpleNamespace(cfg={"model_name": path, "generation": {"backend": "vllm"}}, model=model)
+    export = nemo_rl.with_fingerprint(lambda self: build.hf_weights(self.model, arch))
+
+    def stream():
+        return [(name, tensor.detach().clone()) for name, tensor in export(trainer)]
+
+    def sync(transport, weights):
+        def collective(iterator, group, src, post_unpack_func):
+            post_unpack_func(list(weights))
+
+        worker.model_update_group = None
+        if hasattr(backend, "IPCProtocol"):
+            worker.zmq_socket = Bytes(weights, backend.calculate_aligned_size, backend.IPCProtocol.COMPLETE)
+            backend.rebuild_cuda_tensor_from_ipc = lambda handle, device: handle
+        backend.packed_broadcast_consumer = collective
+        return llm.collective_rpc(transport)
+
+    def request():
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+
+    def error_of(call, *args):
+        try:
+            call(*args)
+        except Exception as e:
+            return str(e)
+        return None
+
+    old = stream()
+    for weight in model.parameters():
+        weight.data.add_(torch.ones_like(weight), alpha=0.01)
+    new = stream()
+    flipped = [(name, tensor.clone()) for name, tensor in new]
+    dict(flipped)["model.layers.1.self_attn.k_proj.weight"].view(torch.int16)[3, 5] ^= 1
+    short = [(name, tensor[:-1] if name == "model.norm.weight" else tensor) for name, tensor in new]
+    llm.collective_rpc("prepare_refit_info", args=({name: (tensor.shape, tensor.dtype) for name, tensor in new},))
+    found = {}
+    for transport in ("update_weights_via_ipc_zmq", "update_weights_from_collective"):
+        for fault, weights in {
+            "right": new,
+            "flipped bit": flipped,
+            "older step": [*old[:-1], new[-1]],
+            "no fingerprint": new[:-1],
+            "not loaded": short,
+        }.items():
+            found[f"{transport}, {fault}"] = sync(transport, weights), error_of(request)
+            sync(transport, old)
+            assert error_of(request) is None
+    for transport in ("nccl_reshard_refit", "update_weights_from_decoded_sparse_payload"):
+        found[transport] = error_of(llm.collective_rpc, transport)
+    trainer.cfg["generation"]["refit_transport"] = "nixl"
+    found["the trainer"] = error_of(stream)
+    return found
+
+
 if __name__ == "__main__":
     from alignkit.errors import AlignkitError
 
@@ -92,7 +222,8 @@ if __name__ == "__main__":
     result = {}
     for name in names:
         try:
-            result |= {"replaced": replaced, "bits": bits, "setup": setup, "sampling": sampling}[name](path)
+            known = {"replaced": replaced, "bits": bits, "setup": setup, "sampling": sampling, "refit": refit}
+            result |= known[name](path)
         except AlignkitError as error:
             result["error"] = str(error)
     print(json.dumps(result))

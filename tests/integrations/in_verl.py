@@ -4,6 +4,7 @@ They call verl's unmodified functions. ALIGNKIT_FRAMEWORKS names the folder that
 """
 
 import asyncio
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -51,7 +52,11 @@ def model_config(path):
     from transformers import AutoConfig
 
     return SimpleNamespace(
-        tokenizer=Tokenizer(), hf_config=AutoConfig.from_pretrained(path), mtp=SimpleNamespace(enable=False)
+        tokenizer=Tokenizer(),
+        hf_config=AutoConfig.from_pretrained(path),
+        local_hf_config_path=str(path),
+        lora={},
+        mtp=SimpleNamespace(enable=False),
     )
 
 
@@ -92,19 +97,132 @@ def forward(instance, model, rows, temperature, entropy=True):
     return {name: [t[:-1] for t in value.unbind()] for name, value in output.items()}
 
 
-def send_weights(llm, weights):
-    """Send (name, tensor) pairs to the engine's worker through verl's sender and receiver."""
+def send_weights(llm, *streams):
+    """Send (name, tensor) pairs to each of the engine's workers through verl's senders and receivers."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     from alignkit.megatron.cpu import cpu_host
 
-    handle = llm.collective_rpc("_get_zmq_handle")[0]
-    sender = BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True)
+    handles = llm.collective_rpc("_get_zmq_handle")
+    threads = []
     with cpu_host(), mock.patch("torch.cuda.ipc_collect"):
-        thread = threading.Thread(target=lambda: asyncio.run(sender.async_send_weights(iter(weights))))
-        thread.start()
-        llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True})
-        thread.join()
+        for handle, weights in zip(handles, streams, strict=True):
+            sender = BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True)
+            threads.append(threading.Thread(target=asyncio.run, args=(sender.async_send_weights(iter(weights)),)))
+        for thread in threads:
+            thread.start()
+        try:
+            llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True})
+        finally:
+            for thread in threads:
+                thread.join()
+
+
+def exported(path, seed=None):
+    """Return what verl's `get_per_tensor_param` of a model sends; `seed` draws other weights than those of `path`.
+
+    The bridge is a stand-in, as Megatron-Bridge needs a GPU.
+    """
+    from alignkit.convert import read_architecture
+    from alignkit.megatron import build
+    from alignkit.megatron.cpu import cpu_host
+
+    arch = read_architecture(path)
+    with cpu_host(), torch.no_grad():
+        instance, gpt = model(path)
+        vars(instance).update(peft_cls=None, vanilla_bridge=True, _qat_enabled=False)
+        instance.bridge = SimpleNamespace(export_weights=lambda chunks: build.hf_weights(chunks[0], arch))
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+            for weight in gpt.parameters():
+                weight.add_(torch.randn(weight.shape, generator=generator).to(weight.dtype), alpha=0.01)
+        weights, adapters = instance.get_per_tensor_param()
+        assert adapters is None
+        return list(weights)
+
+
+FAULTS = {
+    "flipped bit": lambda name, old, new: flipped(new) if name.endswith("1.self_attn.k_proj.weight") else new,
+    "older step": lambda name, old, new: old,
+    "skipped": lambda name, old, new: None if name.endswith("1.mlp.up_proj.weight") else new,
+    "no fingerprint": lambda name, old, new: None if name == "alignkit.fingerprint" else new,
+    "older fingerprint": lambda name, old, new: old if name == "alignkit.fingerprint" else new,
+}
+"""Faulty syncs: name, tensor of the last step and of this step -> the tensor that is sent, or None."""
+
+
+def flipped(tensor):
+    found = tensor.clone()
+    found.view(torch.int16).view(-1)[-1] ^= 1
+    return found
+
+
+def faulty(fault, old, new):
+    """Return the stream of a sync with one of FAULTS."""
+    given = [(name, FAULTS[fault](name, a, b)) for (name, a), (_, b) in zip(old, new, strict=True)]
+    if fault == "older step":
+        given[-1] = new[-1]
+    return [(name, tensor) for name, tensor in given if tensor is not None]
+
+
+def sync(state, path, fault, seed):
+    """Sync the weights of `path`, then those of another step with one of FAULTS, then those of `path` again.
+
+    Returns:
+        The errors of the faulty sync and of a request after it, and whether a request succeeds after the last sync.
+    """
+    old, new = exported(path), exported(path, seed)
+    send_weights(state.llm, old)
+    sampled(state.llm, 1.0)
+    found = []
+    for call in (lambda: send_weights(state.llm, faulty(fault, old, new)), lambda: sampled(state.llm, 1.0)):
+        try:
+            call()
+            found.append(None)
+        except Exception as e:
+            found.append(f"{type(e).__name__}: {e}")
+    send_weights(state.llm, old)
+    return *found, len(sampled(state.llm, 1.0)) == 3
+
+
+def send(state, path):
+    send_weights(state.llm, exported(path))
+
+
+def request(state):
+    sampled(state.llm, 1.0)
+
+
+def fail_sync(state):
+    state.llm.collective_rpc("alignkit_verify", args=(None, ValueError("lost")))
+
+
+def streams(state, path, seed):
+    """Return the stream of `exported` for another process."""
+    return [(name, tensor.detach().clone()) for name, tensor in exported(path, seed)]
+
+
+def start_two_workers(state, path):
+    """Start a vLLM engine with two workers in processes of their own, which inherit verl and `cpu_host`."""
+    from vllm import LLM
+
+    from alignkit.megatron.cpu import cpu_host
+
+    state.integration = load_integration()
+    importlib.import_module("verl.workers.rollout.vllm_rollout.utils")
+    state.patches = contextlib.ExitStack()
+    state.patches.enter_context(cpu_host())
+    state.patches.enter_context(mock.patch("torch.cuda.ipc_collect"))
+    instance, arguments = server(path), {}
+    instance._preprocess_engine_kwargs(arguments)
+    extension = instance._get_worker_extension_cls()
+    options = arguments | ENGINE | {"tensor_parallel_size": 2, "load_format": "dummy", "dtype": "bfloat16"}
+    state.llm = LLM(str(path), worker_extension_cls=extension, logprobs_mode="processed_logprobs", **options)
+
+
+def sync_two_workers(state, streams):
+    send_weights(state.llm, *streams)
+    return len(sampled(state.llm, 1.0)[0])
 
 
 def server(path):
@@ -117,7 +235,6 @@ def server(path):
 
 def start(state, path):
     """Start a vLLM engine as verl's rollout server does, with random weights, then send the weights of `path`."""
-    from safetensors.torch import load_file
     from vllm import LLM
 
     state.integration = load_integration()
@@ -133,9 +250,7 @@ def start(state, path):
         **ENGINE,
     )
     state.llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": TOKENIZER, "banned_token_ids": None})
-    send_weights(
-        state.llm, [weight for file in sorted(path.glob("*.safetensors")) for weight in load_file(file).items()]
-    )
+    send_weights(state.llm, exported(path))
     return arguments, state.integration.Patch.live().names
 
 

@@ -1,9 +1,11 @@
 """The NeMo-RL integration, with a fake package of the same structure, as NeMo-RL is on no package index.
 
 The processes run `in_nemo_rl.py` with real Megatron-core. `TestSources` runs NeMo-RL's own functions if
-ALIGNKIT_NEMO_RL names a checkout of https://github.com/NVIDIA-NeMo/RL at 7ea279a; no make target sets it.
+ALIGNKIT_NEMO_RL names a checkout of https://github.com/NVIDIA-NeMo/RL at 7ea279a and ALIGNKIT_FRAMEWORKS a folder with
+Ray; no make target sets the first.
 """
 
+import ast
 import hashlib
 import json
 import os
@@ -24,6 +26,8 @@ pytest.importorskip("megatron.core")
 
 ROOT = Path(__file__).parents[2]
 SOURCES = os.environ.get("ALIGNKIT_NEMO_RL")
+FRAMEWORKS = [folder for folder in [os.environ.get("ALIGNKIT_FRAMEWORKS")] if folder]
+"""Folder with Ray, which NeMo-RL's own modules import."""
 MODEL_UTILS = """\
 class DistributedLogprob:
     @staticmethod
@@ -66,6 +70,65 @@ def setup_model_and_optimizer(policy_cfg, megatron_cfg):
     return SimpleNamespace(model=model, draft_model=None)
 """
 
+POLICY = """\
+class MegatronPolicyWorkerImpl:
+    def prepare_refit_info(self):
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in self._iter_params_with_optional_kv_scales()}
+
+    def _iter_params_with_optional_kv_scales(self, kv_scales=None, conversion_tasks=None):
+        yield from self.weights
+
+    def stream_weights_via_ipc_zmq(self, buffer_size_bytes=0, kv_scales=None):
+        return list(self._iter_params_with_optional_kv_scales())
+
+    def broadcast_weights_for_collective(self, kv_scales=None, *, buffer_size_bytes=None, num_buffers=None):
+        return list(self._iter_params_with_optional_kv_scales())
+"""
+BACKEND = """\
+import contextlib
+
+
+def packed_broadcast_consumer(iterator, group, src, post_unpack_func):
+    raise AssertionError("the test replaces it")
+
+
+class VllmInternalWorkerExtension:
+    def prepare_refit_info(self, state_dict_info):
+        self.state_dict_info = state_dict_info
+
+    def _load_weights(self, weights):
+        self.model_runner.model.load_weights(weights=weights)
+
+    @contextlib.contextmanager
+    def _weight_update_lifecycle(self, transport):
+        yield lambda: None
+
+    def update_weights_via_ipc_zmq(self):
+        return self.update_weights_from_collective()
+
+    def update_weights_from_collective(self):
+        try:
+            with self._weight_update_lifecycle("collective") as finalize:
+                packed_broadcast_consumer(
+                    iter(self.state_dict_info.items()), self.model_update_group, 0, self._load_weights
+                )
+                finalize()
+        except Exception:
+            return False
+        return True
+
+    def nccl_reshard_refit(self):
+        raise AssertionError("stock")
+
+    def update_weights_from_decoded_sparse_payload(self, *payloads):
+        raise AssertionError("stock")
+
+
+class VllmInternalWorkerExtensionWithCheckpointEngine(VllmInternalWorkerExtension):
+    def update_weights_from_checkpoint_engine(self):
+        raise AssertionError("stock")
+"""
+
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
@@ -79,7 +142,11 @@ def package(tmp_path_factory):
         "nemo_rl/models/megatron/__init__.py": "",
         "nemo_rl/models/generation/__init__.py": "",
         "nemo_rl/models/generation/vllm/__init__.py": "",
+        "nemo_rl/models/generation/vllm/vllm_backend.py": BACKEND,
         "nemo_rl/models/megatron/setup.py": SETUP,
+        "nemo_rl/models/policy/__init__.py": "",
+        "nemo_rl/models/policy/workers/__init__.py": "",
+        "nemo_rl/models/policy/workers/megatron_policy_worker.py": POLICY,
     }.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text)
@@ -88,12 +155,10 @@ def package(tmp_path_factory):
 
 def install_known_table(folder):
     """Write a user's sitecustomize that replaces alignkit's table of known functions by the fake package's."""
-    classes = MODEL_UTILS.split("\n\n\n")[:2]
-    sources = {"Distributed": classes[0], "ChunkedDistributed": classes[1]}
-    sources = {name: "\n".join(text.splitlines()[1:]) + "\n" for name, text in sources.items()}
     table = {
-        f"nemo_rl.distributed.model_utils.{name}Logprob.forward": {hashlib.sha256(source.encode()).hexdigest(): ["0"]}
-        for name, source in sources.items()
+        name: {hashlib.sha256(source(folder, name).encode()).hexdigest(): ["0"]}
+        for name in json.loads(functions.FILE.read_text())["NeMo-RL"]
+        if "temperature" not in name
     }
     (folder / "known.json").write_text(json.dumps({"NeMo-RL": table}))
     (folder / "sitecustomize.py").write_text(
@@ -114,11 +179,23 @@ def install_known_table(folder):
     )
 
 
+def source(folder, name):
+    """Return the source of the function with a dotted name, from the file that has it below `folder`."""
+    parts = name.split(".")
+    module = parts[: next(i for i in range(1, len(parts)) if folder.joinpath(*parts[:i]).with_suffix(".py").is_file())]
+    text = folder.joinpath(*module).with_suffix(".py").read_text()
+    scope = ast.parse(text)
+    for part in parts[len(module) :]:
+        scope = next(node for node in scope.body if getattr(node, "name", None) == part)
+    first = min([scope.lineno, *(each.lineno for each in scope.decorator_list)])
+    return "".join(text.splitlines(True)[first - 1 : scope.end_lineno])
+
+
 def run(package, *arguments):
     """Run `in_nemo_rl` with the startup hook; return its output."""
     startup_folder = Path(startup.__file__).parent
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (startup_folder, package, ROOT))),
+        "PYTHONPATH": os.pathsep.join(map(str, (startup_folder, package, ROOT, *FRAMEWORKS))),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.in_nemo_rl", *map(str, arguments)]
@@ -147,6 +224,29 @@ def test_the_startup_hook_aligns_a_process(package, path):
     assert "top_p" in found["error"]
     assert found["of"] == 117
     assert set(found["differing"].values()) == {0} and found["has_gradient"], found
+
+
+def check_syncs(found):
+    for transport in ("update_weights_via_ipc_zmq", "update_weights_from_collective"):
+        right, no_error = found[f"{transport}, right"]
+        assert right == [True] and no_error is None, found
+        for fault, named in {
+            "flipped bit": "model.layers.1.self_attn.k_proj.weight: the weights differ",
+            "older step": "lm_head.weight: the weights differ",
+            "no fingerprint": "alignkit.fingerprint",
+            "not loaded": "weight sync: failed and may have changed some of the weights",
+        }.items():
+            failed, error = found[f"{transport}, {fault}"]
+            assert failed == [False] and named in error, (transport, fault, failed, error)
+    for transport in ("nccl_reshard_refit", "update_weights_from_decoded_sparse_payload", "the trainer"):
+        assert "policy.generation.refit_transport: must be null" in found[transport]
+
+
+def test_a_sync_is_verified(package, path):
+    install_known_table(package)
+    found = run(package, "replaced", "refit", path)
+    assert "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension._load_weights" in found["names"]
+    check_syncs(found)
 
 
 def test_a_trainer_beside_an_old_engine_is_rejected(package, tmp_path):
@@ -200,15 +300,9 @@ class TestSources:
 
     def test_every_function_has_a_known_digest(self):
         """Parse the sources, as some modules cannot be imported without Megatron-Bridge."""
-        import ast
-
         for name, digests in json.loads(functions.FILE.read_text())["NeMo-RL"].items():
-            module = next(name.partition(f".{end}.")[0] + f".{end}" for end in ("model_utils", "train") if end in name)
-            rest = name.removeprefix(f"{module}.")
-            text = Path(SOURCES, *module.split(".")).with_suffix(".py").read_text()
-            scope = ast.parse(text)
-            for part in rest.split("."):
-                scope = next(node for node in scope.body if getattr(node, "name", None) == part)
-            first = min([scope.lineno, *(each.lineno for each in scope.decorator_list)])
-            source = "".join(text.splitlines(True)[first - 1 : scope.end_lineno])
-            assert hashlib.sha256(source.encode()).hexdigest() in digests, name
+            assert hashlib.sha256(source(Path(SOURCES), name).encode()).hexdigest() in digests, name
+
+    def test_nemo_rl_workers_verify_a_sync(self, path):
+        """NeMo-RL's worker extension is real; its transports are stand-ins, as they need a GPU."""
+        check_syncs(run(SOURCES, "refit", path))

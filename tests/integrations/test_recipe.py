@@ -83,6 +83,7 @@ def test_a_verl_script_is_parsed(tmp_path):
         ("actor_rollout_ref.rollout.data_parallel_size=2", "data parallelism"),
         ("actor_rollout_ref.rollout.quantization=fp8", "quantization"),
         ("actor_rollout_ref.rollout.full_determinism=True", "VLLM_BATCH_INVARIANT"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded", "not compared with the trainer"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram", "speculative"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "KV cache"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.no_such_argument=1", "unknown argument"),

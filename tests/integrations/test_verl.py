@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,78 @@ def test_verls_own_metrics_are_zero(temperature, verl, engine, path):
     )
     assert all(metrics[name] == 0 for name in divergences), metrics
     assert metrics["rollout_corr/ppl_ratio"] == 1
+
+
+@pytest.mark.parametrize(
+    "fault, named",
+    [
+        ("flipped bit", r"model\.layers\.1\.self_attn\.k_proj\.weight: the weights differ \(sums \w+ and \w+\)"),
+        ("older step", r"lm_head\.weight: the weights differ"),
+        ("skipped", r"model\.layers\.1\.mlp\.up_proj\.weight: the weights differ"),
+        ("no fingerprint", "must end with the trainer's fingerprint, the tensor 'alignkit.fingerprint', got none"),
+        ("older fingerprint", r"lm_head\.weight: the weights differ"),
+    ],
+)
+def test_a_faulty_sync_names_the_tensor(fault, named, verl, engine, path):
+    """The engine accepts requests again after a sync without a fault."""
+    failed, request, accepted = verl(in_verl.sync, path, fault, 3)
+    assert re.match(f"InputError: weight sync: .*{named}", failed), failed
+    assert re.search(f"weight sync: failed .*{named}", request), request
+    assert accepted
+
+
+def _update_delta(state):
+    state.llm.collective_rpc("update_verl_delta_weights", kwargs={"update_info": {}})
+
+
+def test_a_sync_of_changed_elements_is_rejected(verl, engine, path):
+    with pytest.raises(UnsupportedError, match="checkpoint_engine.backend: must send whole tensors"):
+        verl(_update_delta)
+    verl(in_verl.send, path)
+
+
+def _adapters(state, path):
+    instance = in_verl.engine(path)
+    stock = sys.modules["alignkit.integrations.verl"].with_fingerprint(lambda self: (iter(()), {"r": 8}))
+    stock(instance)
+
+
+def test_lora_adapters_are_rejected(verl, engine, path):
+    with pytest.raises(UnsupportedError, match="lora: must be off"):
+        verl(_adapters, path)
+
+
+@pytest.fixture(scope="module")
+def two_workers(path):
+    """Yield a process with a vLLM engine of two workers."""
+    process = VllmProcess(fork=False, fork_workers=True)
+    process(in_verl.start_two_workers, path)
+    yield process
+    process.stop()
+    process.join()
+
+
+def test_one_of_two_workers_with_old_weights_is_named(two_workers, verl, engine, path):
+    """Both workers then reject requests, whether the old tensors came with their own fingerprint or the new one."""
+    old, new = verl(in_verl.streams, path, None), verl(in_verl.streams, path, 3)
+    assert two_workers(in_verl.sync_two_workers, (new, new)) == 4
+    norms, shards = (
+        [(name, b if ("norm" in name) == which else a) for (name, a), (_, b) in zip(old, new, strict=True)]
+        for which in (True, False)
+    )
+    replica = (
+        r"must hold one model: model\.layers\.0\.input_layernorm\.weight: rows 0 to 255 must be equal on all ranks"
+    )
+    shard = r"must have the trainer's weights: lm_head\.weight: the weights differ"
+    for streams, named in (((new, old), replica), ((shards, new), replica), ((new, [*norms[:-1], new[-1]]), shard)):
+        with pytest.raises(Exception, match=named):
+            two_workers(in_verl.sync_two_workers, streams)
+        with pytest.raises(UnsupportedError, match=named):
+            two_workers(in_verl.request)
+        assert two_workers(in_verl.sync_two_workers, (old, old)) == 4
+    with pytest.raises(Exception, match="lost"):
+        two_workers(in_verl.fail_sync)
+    assert two_workers(in_verl.sync_two_workers, (new, new)) == 4  # each worker's answer belongs to its call
 
 
 def test_padded_rows_are_rejected(verl, engine, path):

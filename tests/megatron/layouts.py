@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from alignkit.convert import read_architecture
+from alignkit.identity import sync
 from alignkit.megatron import logprobs, patch_megatron, versions
 from alignkit.megatron.build import whole
 from alignkit.megatron.cpu import cpu_host
-from alignkit.megatron.fingerprint import fingerprint
+from alignkit.megatron.fingerprint import append_fingerprint, fingerprint
 from tests.megatron import workers
 
 _groups = {}
@@ -153,6 +154,16 @@ def fingerprint_of(_, model_dir, dtype, how, fields, flip=None):
                 if name == flip[1]:
                     parameter.data.view(torch.int16)[(0,) * parameter.ndim] ^= 1
         return fingerprint(models, model_dir).tensors
+
+
+def synced(_, model_dir, dtype, how):
+    """Return the names that `append_fingerprint` yields for a wrapped model, and the fingerprint at their end."""
+    with layout(**how), patch_megatron(read_architecture(model_dir).vocab):
+        model = torch.nn.Sequential()
+        model.module = workers.build(model_dir, dtype)
+        given = append_fingerprint(iter([("a", torch.ones(1))]), [model], model_dir)
+        rest, packed = sync.take(given)
+        return rest, sync.unpack(packed, read_architecture(model_dir).hf_shapes()).tensors
 
 
 def micro_batch(rows, multiple, longest, packed):

@@ -64,3 +64,10 @@ def test_replicas_that_differ_are_named(checkpoint, two):
         run = partial(layouts.fingerprint_of, how=how, fields={}, flip=(0, f"decoder.layers.0.{name}.weight"))
         for outcome in two.outcomes(2, run, path, torch.bfloat16):
             assert "must be equal on all ranks that hold them" in outcome.message
+
+
+def test_a_sync_ends_with_the_fingerprint_of_all_ranks(checkpoint, two):
+    path = checkpoint("qwen3", torch.bfloat16, **FOUR)
+    for how in (dict(tp=2), dict(pp=2)):
+        for rest, found in two.run(2, layouts.synced, path, torch.bfloat16, how):
+            assert rest == [("a", torch.ones(1))] and found == of_checkpoint(path).tensors

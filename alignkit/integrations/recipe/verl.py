@@ -27,6 +27,11 @@ MUST_BE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     _ROLLOUT + "full_determinism": ((False,), "it sets VLLM_BATCH_INVARIANT=1 (other kernels)", "remove it"),
     _ROLLOUT + "enable_rollout_routing_replay": ((False,), "routing replay (MoE)", "remove it"),
     _ROLLOUT + "disaggregation.enabled": ((False,), "KV cache transfer", "remove it"),
+    _ROLLOUT + "checkpoint_engine.backend": (
+        ("naive", "nccl", "nixl", "mooncake", "kimi_ckpt_engine"),
+        "the transport is unknown, or sends changed elements, which are not compared with the trainer's weights",
+        "remove it",
+    ),
     _ROLLOUT + "layered_summon": ((False, True), "", ""),
     _MODEL + "lora_rank": ((0,), "LoRA", "remove it"),
     _MODEL + "lora.rank": ((0,), "LoRA", "remove it"),
