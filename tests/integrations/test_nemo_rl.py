@@ -234,7 +234,7 @@ def check_syncs(found):
             "flipped bit": "model.layers.1.self_attn.k_proj.weight: the weights differ",
             "older step": "lm_head.weight: the weights differ",
             "no fingerprint": "alignkit.fingerprint",
-            "not loaded": "weight sync: failed and may have changed some of the weights",
+            "not loaded": "failed and may have changed some of the weights",
         }.items():
             failed, error = found[f"{transport}, {fault}"]
             assert failed == [False] and named in error, (transport, fault, failed, error)
