@@ -128,9 +128,11 @@ class Updates:
     def failing(self, what: str) -> Iterator[None]:
         """Count the block as a change, and reject steps after it if it fails."""
         self.touch()
+        first = self._reason
         try:
             yield
         except BaseException as e:
+            self._reason = first  # a failure within the block gets the name of the call that users know
             self._lose(f"{what}: failed and may have changed some of the weights ({type(e).__name__}: {e})")
             raise
 
