@@ -72,7 +72,8 @@ class AlignedWorker(resolve(installed().worker)):
             super().load_model(**kwargs)
         self._watch = Watch(self.model_runner, self.vllm_config)
         self._epochs = epochs.of(self.vllm_config)
-        self._updates = Updates(architecture(self.model_config), self._epochs, self._held)
+        self._arch = architecture(self.model_config)
+        self._updates = Updates(self._arch, self._epochs, self._held)
         model = self.model_runner.get_model()
         model.load_weights = self._updates.watch(model.load_weights)
         # Ranks with different contracts or modules would still run collectives, with different bits.
@@ -164,7 +165,7 @@ class AlignedWorker(resolve(installed().worker)):
 
     def alignkit_weights(self) -> dict:
         """Return what this worker holds of each HF tensor: see `alignkit.vllm.fingerprint`."""
-        return parts(shards(self.model_runner.get_model(), architecture(self.model_config)))
+        return parts(shards(self.model_runner.get_model(), self._arch))
 
     @relies_on("distributed/parallel_state.py:GroupCoordinator", members="is_last_rank")
     def alignkit_verify(self, trainer: bytes | None, error: Exception | None = None) -> None:
@@ -173,17 +174,17 @@ class AlignedWorker(resolve(installed().worker)):
         trainer: the fingerprint that came with this worker's weights, packed by `identity.sync`. error: the exception
         that ended this worker's sync, which fails the sync of all workers.
         """
-        arch, group = architecture(self.model_config), TP(self._ranks.cpu_group)
+        group = TP(self._ranks.cpu_group)
 
         def held() -> tuple:
             if error is not None:
                 raise error
-            return trainer, tuple(parts(shards(self.model_runner.get_model(), arch)).items())
+            return trainer, tuple(self.alignkit_weights().items())
 
         try:
             with self._updates.failing("weight sync"):
                 answers = group.check("weight sync", held)
-                sync.require_equal([(received, dict(items)) for received, items in answers], arch.hf_shapes())
+                sync.require_equal([(received, dict(items)) for received, items in answers], self._arch.hf_shapes())
         except Exception:
             # vLLM reads the workers' answers up to the first failure, and would take unread ones for answers to its
             # next call. So only the worker that it reads last fails the call. All workers reject steps.
