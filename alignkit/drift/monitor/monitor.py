@@ -158,6 +158,7 @@ class Monitor:
         self._check(rollout_logp, train_logp, mask, tokens, context)
         rollout, training = rollout_logp.detach().cpu(), train_logp.detach().cpu()
         keep = None if mask is None else mask.detach().cpu()
+        epochs = epochs.detach().cpu() if isinstance(epochs, torch.Tensor) else epochs  # read twice below
         identity = self._identities(identity)
         report = compare_tensors(
             rollout, training, keep, worst=self._keep_worst, identity=identity, epochs=epochs, temperature=temperature
