@@ -16,6 +16,9 @@ Megatron's layout, per tensor-parallel rank:
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -36,7 +39,7 @@ __all__ = [
     "merge_qkv",
     "rank_weights",
     "read_architecture",
-    "shard_rows",
+    "shard_runs",
     "split_qkv",
     "to_hf",
     "to_megatron",
@@ -151,7 +154,7 @@ def to_megatron(
     check_weights(arch, weights)
 
     def shard(weight: Weight, tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-        found = _shard(arch, weight, tensors, rank, size)
+        found = _shard(arch, weight.sharding, tensors, rank, size)
         return found.float() if weight.fp32 else found.to(dtype or found.dtype)
 
     state_dict = {}
@@ -168,37 +171,49 @@ def to_megatron(
     return state_dict
 
 
-def _shard(arch: Architecture, weight: Weight, tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+def _shard(arch: Architecture, sharding: str, tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
     """Return a rank's shard of a weight from its whole HF tensors."""
 
     def chunk(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return tensor.chunk(size, dim)[rank].contiguous()
 
     first = tensors[0]
-    if weight.sharding == "vocabulary":
+    if sharding == "vocabulary":
         return chunk(torch.cat([first, first.new_zeros(arch.padded_vocab(size) - arch.vocab, *first.shape[1:])]))
-    if weight.sharding == "kv groups":
+    if sharding == "kv groups":
         return chunk(merge_qkv(arch, *tensors))
-    if weight.sharding == "gate and up":
+    if sharding == "gate and up":
         return torch.cat([chunk(tensor) for tensor in tensors])
-    return chunk(first, 1) if weight.sharding == "columns" else first
+    return chunk(first, 1) if sharding == "columns" else first
 
 
-def shard_rows(arch: Architecture, weight: Weight, sizes: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
-    """Return the numbers of the rows of a rank's shard, as `identity.weights.Shard` counts them: int64 [R].
+@functools.lru_cache(1024)
+def shard_runs(
+    arch: Architecture, sharding: str, sizes: tuple[int, ...], rank: int, size: int
+) -> tuple[tuple[int, int, int], ...]:
+    """Return where the rows of a rank's shard are in the HF tensors, as `identity.weights.Run` says it.
 
     Args:
         arch: The model's architecture.
-        weight: A weight that is not sharded by columns, or one that is, whose ranks have all rows.
+        sharding: Of the weight. By columns, each rank has all rows.
         sizes: Rows of its HF tensors.
         rank: Tensor-parallel rank.
         size: Tensor-parallel size.
     """
-    numbers, first = [], 1  # 0 marks padding
-    for rows in sizes:
-        numbers.append(torch.arange(first, first + rows))
-        first += rows + 1
-    return (numbers[0] if weight.sharding == "columns" else _shard(arch, weight, numbers, rank, size)) - 1
+    first = list(
+        itertools.accumulate((rows + 1 for rows in sizes), initial=1)
+    )  # 0 marks padding; gaps separate tensors
+    numbers = [torch.arange(start, start + rows) for start, rows in zip(first, sizes, strict=False)]
+    held = numbers[0] if sharding == "columns" else _shard(arch, sharding, numbers, rank, size)
+    rows = held[held > 0]
+    assert not held[len(rows) :].any(), "padding rows must be the last ones"
+    starts = (rows.diff(prepend=rows[:1] - 2) != 1).nonzero().flatten()
+    counts = starts.diff(append=torch.tensor([len(rows)]))
+    runs = []
+    for number, count in zip(rows[starts].tolist(), counts.tolist(), strict=True):
+        which = bisect.bisect_right(first, number) - 1
+        runs.append((which, number - first[which], count))
+    return tuple(runs)
 
 
 def to_hf(

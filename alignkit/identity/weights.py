@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ from ..ops import bit_sums
 
 DIGITS = 24
 """Hexadecimal digits of a digest."""
+ROWS_AT_ONCE = 1 << 21
+"""Limit of the memory for the sums of rows: 2^21 rows need about 100 MB."""
 _ROWS, _COLUMNS = 0x243F6A8885A308D3, 0x13198A2E03707344
 """contract: seeds of the two factors, digits of pi."""
 
@@ -46,18 +48,27 @@ class Part(NamedTuple):
     blocks: list[Block]
 
 
+class Run(NamedTuple):
+    """Consecutive rows of an HF tensor.
+
+    which: index of the HF tensor among those of a `Shard`. row: the first row in it. rows: number of rows.
+    """
+
+    which: int
+    row: int
+    rows: int
+
+
 class Shard(NamedTuple):
     """A tensor of a rank, and where its elements are in HF tensors.
 
-    tensor: [R] or [R, C]. names: HF tensors that its rows come from. rows: int64 [R] on the CPU; row i of names[n] has
-    the number i plus the sum of ``sizes[m] + 1`` over m < n, a padding row has a negative number. sizes: rows of each
-    HF tensor. column: first column.
+    tensor: [R] or [R, C]. names: HF tensors that its rows come from. runs: where its rows are in them, in order;
+    further rows are padding. column: first column.
     """
 
     tensor: torch.Tensor
-    names: tuple[str, ...]
-    rows: torch.Tensor
-    sizes: tuple[int, ...]
+    names: Sequence[str]
+    runs: Sequence[Run]
     column: int = 0
 
 
@@ -97,35 +108,48 @@ class Fingerprint:
 
 
 def parts(shards: Iterable[Shard]) -> dict[str, Part]:
-    """Return the sums of a rank's tensors by HF name. Synchronizes with the device once, at the end."""
-    sums, places = [], []
-    factors: dict[tuple, torch.Tensor] = {}  # column factors, equal for all experts of a model
+    """Return the sums of a rank's tensors by HF name. All tensors are on one device, which is read once."""
+    factors: dict[tuple, torch.Tensor] = {}  # column factors, equal for all layers of a model
+    places: list[tuple[str, str, tuple[int, int, int, int]]] = []
+    totals: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
+    runs: list[Run] = []
+    held = 0
     for shard in shards:
-        valid = int((shard.rows >= 0).sum())
-        numbers, x = shard.rows[:valid], shard.tensor.detach()[:valid]
-        assert bool((numbers >= 0).all()), "padding rows must be the last ones"
+        rows = sum(run.rows for run in shard.runs)
+        x = shard.tensor.detach()[:rows]
         x = x[:, None] if x.ndim == 1 else x
-        starts = (numbers.diff(prepend=numbers[:1] - 2) != 1).nonzero().flatten()  # each run has consecutive rows
-        runs = torch.bucketize(torch.arange(valid), starts, right=True) - 1
-        offsets = torch.tensor(shard.sizes).add(1).cumsum(0) - torch.tensor(shard.sizes) - 1
-        which = torch.bucketize(numbers, offsets, right=True) - 1
-        index = numbers - offsets[which]
         columns = shard.column, shard.column + x.shape[1], x.device
         if columns not in factors:
-            factors[columns] = _factors(_COLUMNS, torch.arange(*columns[:2]), x.device)
-        weighted = bit_sums(x, factors[columns]) * _factors(_ROWS, index, x.device)
-        total = torch.zeros(len(starts), dtype=torch.int64, device=x.device)
-        sums.append(total.index_add_(0, runs.to(x.device), weighted))
-        lengths = torch.diff(starts, append=torch.tensor([valid]))
+            factors[columns] = _factors(_COLUMNS, torch.arange(*columns[:2], device=x.device))
+        if held + rows > ROWS_AT_ONCE and runs:
+            totals.append(_totals(sums, runs))
+            sums, runs, held = [], [], 0
+        sums.append(bit_sums(x, factors[columns]))
+        runs.extend(shard.runs)
+        held += rows
         dtype = str(x.dtype).removeprefix("torch.")
-        for first, count in zip(starts.tolist(), lengths.tolist(), strict=True):
-            name = shard.names[int(which[first])]
-            places.append((name, dtype, (int(index[first]), count, shard.column, x.shape[1])))
+        for which, row, count in shard.runs:
+            places.append((shard.names[which], dtype, (row, count, shard.column, x.shape[1])))
+    if runs:
+        totals.append(_totals(sums, runs))
+    values = torch.cat(totals).tolist() if totals else []
     found: dict[str, Part] = {}
-    values = torch.cat([each.to(sums[0].device) for each in sums]).tolist()
-    for (name, dtype, (row, rows, column, columns)), value in zip(places, values, strict=True):
-        found.setdefault(name, Part(dtype, [])).blocks.append(Block(row, rows, column, columns, value % 2**64))
+    for (name, dtype, place), value in zip(places, values, strict=True):
+        found.setdefault(name, Part(dtype, [])).blocks.append(Block(*place, value % 2**64))
     return found
+
+
+def _totals(sums: list[torch.Tensor], runs: list[Run]) -> torch.Tensor:
+    """Return the sum of each run, int64, of the sums of its rows."""
+    by_row = torch.cat(sums)
+    first, count = torch.tensor([run[1:] for run in runs]).to(by_row.device).unbind(1)
+    ends = count.cumsum(0)
+    row = torch.arange(len(by_row), device=by_row.device)
+    row += torch.repeat_interleave(first - ends + count, count, output_size=len(by_row))
+    before = torch.zeros(len(by_row) + 1, dtype=torch.int64, device=by_row.device)
+    torch.cumsum(by_row * _factors(_ROWS, row), 0, out=before[1:])
+    return before[ends] - before[ends - count]
 
 
 def whole(ranks: Iterable[Mapping[str, Part]], shapes: Mapping[str, tuple[int, ...]]) -> Fingerprint:
@@ -183,14 +207,14 @@ def of_checkpoint(path: str | os.PathLike, dtype: torch.dtype | None = None) -> 
                     raise InputError(f"model: the checkpoint has no tensor {name!r}, which config.json requires")
                 tensor, found[name] = weights[name], shape
                 wanted = torch.float32 if weight.fp32 else dtype
-                yield Shard(tensor.to(wanted or tensor.dtype), (name,), torch.arange(shape[0]), (shape[0],))
+                yield Shard(tensor.to(wanted or tensor.dtype), (name,), (Run(0, 0, shape[0]),))
 
     return whole([parts(shards())], found)
 
 
-def _factors(seed: int, index: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _factors(seed: int, index: torch.Tensor) -> torch.Tensor:
     """Return an odd pseudorandom int64 for each index: splitmix64's output of seed + index, with bit 0 set."""
-    x = index.to(device) + _signed(seed)
+    x = index + _signed(seed)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     return (x ^ _shift(x, 31)) | 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -10,11 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from alignkit.convert import Architecture, rank_weights, read_architecture, shard_rows
+from alignkit.convert import Architecture, rank_weights, read_architecture, shard_runs
 from alignkit.dist import TP
 from alignkit.errors import UnsupportedError
 from alignkit.identity import sync
-from alignkit.identity.weights import Fingerprint, Shard, parts, whole
+from alignkit.identity.weights import Fingerprint, Run, Shard, parts, whole
 from alignkit.models.config import find_architecture
 
 from . import build, modules
@@ -79,7 +80,7 @@ def shards(model: GPTModel, arch: Architecture) -> Iterator[Shard]:
         of_expert = ".experts." in full
         weight, shapes = known[full][experts[-1].rank if of_expert else 0]
         ranks = experts[0] if of_expert else tp
-        sizes = tuple(shape[0] for shape in shapes.values())
         column = ranks.rank * tensor.shape[1] if weight.sharding == "columns" else 0
-        rows = shard_rows(arch, weight, sizes, ranks.rank, ranks.size)
-        yield Shard(tensor, tuple(shapes), rows, sizes, column)
+        sizes = tuple(shape[0] for shape in shapes.values())
+        runs = shard_runs(arch, weight.sharding, sizes, ranks.rank, ranks.size)
+        yield Shard(tensor, tuple(shapes), list(itertools.starmap(Run, runs)), column)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Iterator
+import itertools
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any
-
-import torch
 
 from alignkit.convert import Architecture, expert_index
 from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
-from alignkit.identity.weights import Fingerprint, Shard, whole
+from alignkit.identity.weights import Fingerprint, Run, Shard, whole
 from alignkit.models import FAMILIES
+from alignkit.models.family import Weight
 from alignkit.vllm import epochs
 from alignkit.vllm.built import architecture
 from alignkit.vllm.worker_class import is_aligned
@@ -63,27 +63,36 @@ def fingerprint(llm) -> Fingerprint | Awaitable[Fingerprint]:
 def shards(model: Any, arch: Architecture) -> Iterator[Shard]:
     """Yield a worker's parameters with their places in the HF tensors."""
     modules = dict(model.named_modules())
-    for weight, shapes, full in arch.weights():
-        names, sizes = tuple(shapes), tuple(shape[0] for shape in shapes.values())
-        if (expert := expert_index(full)) is not None:
-            yield from _expert(modules, arch, weight.sharding, names, sizes, expert)
+    for name, weights in itertools.groupby(arch.weights(), key=_parameter):
+        found = list(weights)
+        weight = found[0][0]
+        if expert_index(found[0][2]) is not None:
+            yield from _experts(modules, arch, weight.sharding, [shapes for _, shapes, _ in found])
             continue
-        name = names[0].replace(*_PACKED.get(weight.sharding, ("", "")))
+        ((_, shapes, _),) = found
         path, _, attribute = name.rpartition(".")
         module: Any = modules[path]
         tensor = getattr(module, attribute)
         column = module.tp_rank * tensor.shape[1] if weight.sharding == "columns" else 0
-        yield Shard(tensor, names, _rows(module, arch, weight.sharding, sizes, len(tensor)), sizes, column)
+        runs = _runs(module, arch, weight.sharding, [shape[0] for shape in shapes.values()], len(tensor))
+        yield Shard(tensor, tuple(shapes), runs, column)
 
 
-def _rows(module: Any, arch: Architecture, sharding: str, sizes: tuple[int, ...], held: int) -> torch.Tensor:
-    """Return the numbers of a parameter's rows, as `Shard` counts them."""
+def _parameter(weight: tuple[Weight, dict[str, tuple[int, ...]], str]) -> str:
+    """Return the name of vLLM's parameter, or for an expert's weight a name that all experts of its layer share."""
+    kind, (first, *_), full = weight
+    if (expert := expert_index(full)) is not None:
+        return first.replace(f".experts.{expert}.", ".experts.")
+    return first.replace(*_PACKED.get(kind.sharding, ("", "")))
+
+
+def _runs(module: Any, arch: Architecture, sharding: str, sizes: Sequence[int], held: int) -> list[Run]:
+    """Return where a parameter's rows are in HF tensors of `sizes` rows. held: rows of the parameter."""
     if sharding in ("whole", "columns"):
-        return torch.arange(held)
+        return [Run(0, 0, held)]
     if sharding == "vocabulary":
-        indices = module.shard_indices
-        rows = torch.arange(indices.org_vocab_start_index, indices.org_vocab_end_index)
-        return torch.cat([rows, torch.full((held - len(rows),), -1)])
+        first, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
+        return [Run(0, first, end - first)] if end > first else []
     rank, size = module.tp_rank, module.tp_size
     if sharding == "gate and up":
         return _slices(sizes, [rank] * 2, [size] * 2)
@@ -92,35 +101,28 @@ def _rows(module: Any, arch: Architecture, sharding: str, sizes: tuple[int, ...]
     return _slices(sizes, [rank, of_kv, of_kv], [size, kv, kv])
 
 
-def _slices(sizes: tuple[int, ...], parts: list[int], counts: list[int]) -> torch.Tensor:
-    """Return the numbers of the rows of part `parts[n]` of `counts[n]` equal parts of each HF tensor n."""
-    found, first = [], 0
-    for rows, part, count in zip(sizes, parts, counts, strict=True):
-        each = rows // count
-        found.append(torch.arange(first + part * each, first + (part + 1) * each))
-        first += rows + 1
-    return torch.cat(found)
+def _slices(sizes: Sequence[int], parts: list[int], counts: list[int]) -> list[Run]:
+    """Return the rows of part `parts[n]` of `counts[n]` equal parts of each HF tensor n."""
+    each = [rows // count for rows, count in zip(sizes, counts, strict=True)]
+    return [Run(n, part * rows, rows) for n, (part, rows) in enumerate(zip(parts, each, strict=True))]
 
 
 @relies_on("model_executor/layers/fused_moe/config.py:FusedMoEConfig", members="tp_rank tp_size ep_rank")
-def _expert(
-    modules: dict[str, Any],
-    arch: Architecture,
-    sharding: str,
-    names: tuple[str, ...],
-    sizes: tuple[int, ...],
-    index: int,
+def _experts(
+    modules: dict[str, Any], arch: Architecture, sharding: str, shapes: list[dict[str, tuple[int, ...]]]
 ) -> Iterator[Shard]:
-    """Yield an expert's weight, if this worker has the expert."""
-    layer = ".".join(names[0].split(".")[:3])
+    """Yield the weights of this worker's experts as one tensor. shapes: of each expert's HF tensors."""
+    layer = ".".join(next(iter(shapes[0])).split(".")[:3])
     runner = getattr(modules[layer], FAMILIES[arch.family].mlp).experts
-    experts, ranks = runner.routed_experts, runner.moe_config
-    local = index - ranks.ep_rank * experts.local_num_experts
-    if not 0 <= local < experts.local_num_experts:
-        return
+    ranks, count = runner.moe_config, runner.routed_experts.local_num_experts
+    mine = shapes[ranks.ep_rank * count :][:count]
+    names = [name for expert in mine for name in expert]
     if sharding == "columns":
-        tensor = experts.w2_weight[local]
-        yield Shard(tensor, names, torch.arange(len(tensor)), sizes, ranks.tp_rank * tensor.shape[1])
+        tensor = runner.routed_experts.w2_weight
+        runs, column = [Run(0, 0, tensor.shape[1])], ranks.tp_rank * tensor.shape[2]
     else:
-        rows = _slices(sizes, [ranks.tp_rank] * 2, [ranks.tp_size] * 2)
-        yield Shard(experts.w13_weight[local], names, rows, sizes)
+        tensor, column = runner.routed_experts.w13_weight, 0
+        sizes = [shape[0] for shape in mine[0].values()]
+        runs = _slices(sizes, [ranks.tp_rank] * 2, [ranks.tp_size] * 2)
+    of_all = [Run(e * len(runs) + which, row, rows) for e in range(count) for which, row, rows in runs]
+    yield Shard(tensor.reshape(-1, tensor.shape[2]), names, of_all, column)

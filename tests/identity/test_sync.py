@@ -5,7 +5,7 @@ import torch
 
 from alignkit.errors import InputError
 from alignkit.identity import sync
-from alignkit.identity.weights import Shard, parts, whole
+from alignkit.identity.weights import Run, Shard, parts, whole
 
 SHAPES = {"b.weight": (4, 5), "a.weight": (3,)}
 
@@ -17,7 +17,7 @@ def weights(seed=0):
 
 def held(tensors):
     """Return the parts of a worker that holds whole tensors."""
-    return parts(Shard(t, (name,), torch.arange(len(t)), (len(t),)) for name, t in tensors.items())
+    return parts(Shard(t, (name,), [Run(0, 0, len(t))]) for name, t in tensors.items())
 
 
 def stream(tensors):

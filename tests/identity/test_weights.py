@@ -8,7 +8,7 @@ import torch
 
 from alignkit.errors import InputError
 from alignkit.identity import of_checkpoint, weights
-from alignkit.identity.weights import Shard, parts, whole
+from alignkit.identity.weights import Run, Shard, parts, whole
 from alignkit.jobs.model import make_checkpoint
 
 
@@ -34,7 +34,7 @@ def exact(x: torch.Tensor) -> int:
 
 
 def of(x, dtype=None):
-    shard = Shard(x if dtype is None else x.to(dtype), ("w",), torch.arange(len(x)), (len(x),))
+    shard = Shard(x if dtype is None else x.to(dtype), ("w",), [Run(0, 0, len(x))])
     return whole([parts([shard])], {"w": tuple(x.shape)})
 
 
@@ -55,17 +55,19 @@ def test_blocks_in_any_order_give_the_sum_of_the_whole(seed):
         order = torch.tensor(rng.sample(range(rows), rows))
         for some in order.split(rng.randint(1, rows)):
             padded = torch.cat([x[some, first:last], torch.zeros(3, last - first, dtype=x.dtype)])
-            numbers = torch.cat([some, torch.full((3,), -1)])
-            ranks.append(parts([Shard(padded, ("w",), numbers, (rows,), first)]))
+            ranks.append(parts([Shard(padded, ("w",), [Run(0, row, 1) for row in some.tolist()], first)]))
     assert whole(ranks, {"w": (rows, columns)}) == of(x)
 
 
-def test_rows_of_several_tensors_may_alternate():
+@pytest.mark.parametrize("at_once", [1, 5, 2**21])
+def test_rows_of_several_tensors_may_alternate(at_once, monkeypatch):
+    monkeypatch.setattr(weights, "ROWS_AT_ONCE", at_once)
     a, b = torch.randn(4, 5), torch.randn(6, 5)
     x = torch.cat([a[:2], b[3:], a[2:], b[:3]])
-    numbers = torch.cat([torch.arange(2), 5 + torch.arange(3, 6), torch.arange(2, 4), 5 + torch.arange(3)])
-    found = whole([parts([Shard(x, ("a", "b"), numbers, (4, 6))])], {"a": (4, 5), "b": (6, 5)})
-    assert found.tensors == {"a": of(a).tensors["w"], "b": of(b).tensors["w"]}
+    runs = [Run(0, 0, 2), Run(1, 3, 3), Run(0, 2, 2), Run(1, 0, 3)]
+    held = [Shard(x, ("a", "b"), runs), Shard(a, ("c",), [Run(0, 0, 4)]), Shard(b, ("d",), [Run(0, 0, 6)])]
+    found = whole([parts(held)], {"a": (4, 5), "b": (6, 5), "c": (4, 5), "d": (6, 5)})
+    assert found.tensors == {name: of(x).tensors["w"] for name, x in zip("abcd", (a, b, a, b), strict=True)}
 
 
 def test_every_flipped_bit_is_found():
@@ -106,14 +108,14 @@ def test_accidents_are_found():
 )
 def test_missing_and_overlapping_rows_are_rejected(ranks, message):
     x = torch.randn(4, 5)
-    held = [parts([Shard(x[a:b], ("w",), torch.arange(a, b), (4,))]) for a, b in ranks]
+    held = [parts([Shard(x[a:b], ("w",), [Run(0, a, b - a)])]) for a, b in ranks]
     with pytest.raises(InputError, match=f"w: the ranks {message}"):
         whole(held, {"w": (4, 5)})
 
 
 def test_replicas_must_be_equal():
     x, y = torch.randn(4, 5), torch.randn(4, 5)
-    held = [parts([Shard(t, ("w",), torch.arange(4), (4,))]) for t in (x, y)]
+    held = [parts([Shard(t, ("w",), [Run(0, 0, 4)])]) for t in (x, y)]
     with pytest.raises(InputError, match="w: rows 0 to 3 must be equal on all ranks that hold them, but differ"):
         whole(held, {"w": (4, 5)})
     assert whole([held[0], held[0]], {"w": (4, 5)}) == of(x)
