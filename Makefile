@@ -18,7 +18,7 @@ FUZZ_ARGS ?= --calls 10000 --rank-faults 1000 --out benchmarks/results/cpu/fuzz.
 ENGINES = build/engines
 FRAMEWORKS = build/frameworks-py$(VERSION)
 
-FIGURES = rms qk attention matmul logp moe gdn where-drift cost long
+FIGURES = rms qk attention matmul logp moe gdn where-drift cost long identity
 BENCHMARKS = $(FIGURES) tree-sum e2e versions verl test sanitize
 
 .PHONY: check test test-slow lint docs fuzz soak mutations gpu-mutations $(BENCHMARKS:%=gpu-%) gpu-check gpu-figures kernels setup tables screenshots clean

@@ -56,7 +56,7 @@ RANKS = tuple(f"tests/ops/test_{name}_cuda.py" for name in ("tp", "tp_faults", "
 SUITES = {
     "ops": (("tests/ops/test_*.py",), CUDA),
     "ranks": (RANKS, CUDA),
-    "vllm": (("tests/vllm/test_cuda.py",), {}),
+    "vllm": (("tests/vllm/test_cuda.py", "tests/vllm/test_updates_cuda.py"), {}),
     "experts": (("tests/vllm/test_experts_cuda.py",), {}),
     "replicas": (("tests/vllm/test_replicas_cuda.py",), {}),
     "megatron": (tuple(f"tests/megatron/test_{name}cuda.py" for name in ("", "parallel_", "moe_")), {}),

@@ -99,6 +99,7 @@ BENCHMARKS = {
         "rollout throughput and training step time, stock and aligned, with a profile",
         {"h200/cost.jsonl": "KEY", "h200/profile.jsonl": "PROFILE_KEY"},
     ),
+    "identity": Benchmark("identity.py", "cost of fingerprints and epochs in vLLM engines", _h200("identity")),
     "long": Benchmark("long.py", "prefill and decode of engines by prompt length", _h200("long", "moe")),
     "e2e": Benchmark("e2e.py", "bits of rollout against training, at a realistic size", _h200("e2e")),
     "versions": Benchmark(

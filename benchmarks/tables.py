@@ -153,6 +153,35 @@ def soak(results: dict) -> str:
     return "\n".join(markdown([*heads, "commit, date"], lines))
 
 
+def identity(results: dict) -> str:
+    """Return a table of fingerprints by model, and a table of decode steps."""
+    prints = [row for row in results["rows"] if row["case"] == "fingerprint"]
+    steps = [row for row in results["rows"] if row["case"] != "fingerprint"]
+    tables = [
+        markdown(
+            ["model", "weights", "fingerprint", "reading the weights once"],
+            [
+                [row["model"], f"{row['gb']:.1f} GB", f"{row['ms']:.1f} ms", f"{row['read_ms']:.1f} ms"]
+                for row in prints
+            ],
+        ),
+        markdown(
+            ["model", "decode", "time of a step", "epochs", "share"],
+            [
+                [
+                    row["model"],
+                    row["case"],
+                    f"{row['step_ms']:.2f} ms",
+                    f"{row['us']:.1f} us",
+                    f"{100 * row['share']:.2f}%",
+                ]
+                for row in steps
+            ],
+        ),
+    ]
+    return joined(table for table, rows in zip(tables, (prints, steps), strict=True) if rows)
+
+
 def e2e(results: dict) -> str:
     """Return a line for each model and rollout, over all trainings except those in `layouts`.
 
@@ -927,6 +956,7 @@ def tables() -> dict[str, str]:
         "layouts": layouts,
         "cost": cost,
         "long": long,
+        "identity": identity,
         "moe_engines": long,
         "profile": profile,
         "linear_logp": linear_logp,

@@ -23,6 +23,17 @@ SIZES = {
         "intermediate": 3072,
         "vocab": 151936,
     },
+    "qwen3-0.6b": {
+        "hidden": 1024,
+        "layers": 28,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "intermediate": 3072,
+        "vocab": 151936,
+        "max_position": 40960,
+        "tied": True,
+    },
     "qwen3-8b": {
         "hidden": 4096,
         "layers": 36,

@@ -10,6 +10,7 @@ import torch
 from alignkit.convert import read_architecture
 from alignkit.megatron import logprobs, patch_megatron, status
 from alignkit.megatron.build import hf_weights
+from alignkit.megatron.fingerprint import fingerprint
 from tests.megatron import workers
 
 TOKENS = [[1, 2, 3, 4], [5, 6, 7, 8]]
@@ -161,9 +162,11 @@ def zero_parameters(model):
 
 
 def exported_weights(tp, model_dir):
-    """Return the weights by HF name."""
+    """Return the weights by HF name, and the fingerprint of the model."""
     with workers.megatron(tp):
-        return dict(hf_weights(build(model_dir), read_architecture(model_dir)))
+        model = build(model_dir)
+        weights = dict(hf_weights(model, read_architecture(model_dir)))
+        return weights, fingerprint(model, model_dir).tensors
 
 
 def steps_without_and_with_fusion(tp, model_dir, rows, sequence_parallel=False):

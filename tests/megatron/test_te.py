@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from alignkit.convert import Checkpoint
+from alignkit.identity import of_checkpoint
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import moe, te_workers, workers
 from tests.megatron.test_recompute import RECOMPUTE_CONFIGS, same
@@ -113,7 +114,8 @@ def test_distributed_checkpoints_load_stock_and_aligned(checkpoint, rows, te, tm
 def test_exported_weights_equal_the_checkpoint(name, checkpoint, te):
     path = checkpoint(*MODELS[name])
     expected = Checkpoint(path)
-    for weights in te(2, te_workers.exported_weights, path):
+    for weights, sums in te(2, te_workers.exported_weights, path):
+        assert sums == of_checkpoint(path, torch.bfloat16).tensors
         assert set(weights) == set(expected) - ({"lm_head.weight"} if MODELS[name][2] else set())
         for weight, value in weights.items():
             assert torch.equal(value, expected[weight].to(value.dtype)), weight

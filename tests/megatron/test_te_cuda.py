@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from alignkit.convert import Checkpoint
+from alignkit.identity import of_checkpoint
 from alignkit.runtime.machine import most_ranks
 from alignkit.testing import assert_bitwise_equal
 from tests.megatron import te_workers, workers
@@ -107,7 +108,8 @@ def test_distributed_checkpoints_load_stock_and_aligned(checkpoint, gpus, long_r
 def test_exported_weights_equal_the_checkpoint(checkpoint, gpus):
     path = checkpoint(*MODELS["qwen2"], **BIG)
     expected = Checkpoint(path)
-    for weights in gpus.with_tp(WORLD, te_workers.exported_weights, path):
+    for weights, sums in gpus.with_tp(WORLD, te_workers.exported_weights, path):
+        assert sums == of_checkpoint(path).tensors
         assert set(weights) == set(expected)
         for weight, value in weights.items():
             assert torch.equal(value, expected[weight]), weight
