@@ -46,7 +46,7 @@ class Updates:
 
     def __init__(self, arch: Architecture, epochs: Epochs, held: Callable[[], Iterable[str]]) -> None:
         self._arch, self._epochs, self._held = arch, epochs, held
-        self._mixed = self._lost = self.touched = False
+        self._mixed = self._lost = self._warming_up = self.touched = False
         self._stale: set[str] = set()
         self._missing: set[str] = set()
         self._reason: str | None = None
@@ -58,6 +58,8 @@ class Updates:
         scheduled: vLLM's `SchedulerOutput`.
         """
         self.require_whole()
+        if self._warming_up:
+            return
         if self.epoch is None:
             raise UnsupportedError(
                 "vLLM engine: must get its requests from a process that patch_vllm() has patched, got one that is not"
@@ -76,6 +78,15 @@ class Updates:
                     f"weights: must not change with requests in flight, whose KV cache would mix two models, got "
                     f"{len(stale)} requests"
                 )
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Accept steps of the worker's own, whose requests come from no front end."""
+        self._warming_up = True
+        try:
+            yield
+        finally:
+            self._warming_up = False
 
     def require_whole(self) -> None:
         """Raise UnsupportedError if the weights are not those of one model."""

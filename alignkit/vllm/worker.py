@@ -83,7 +83,8 @@ class AlignedWorker(resolve(installed().worker)):
     def compile_or_warm_up_model(self):
         if not on_host(self.device):
             warm_up(self.model_runner.get_model(), self.vllm_config, self._logprobs)
-        times = super().compile_or_warm_up_model()
+        with self._updates.warming_up():  # the V2 runner's warm-up executes steps
+            times = super().compile_or_warm_up_model()
         self._watch.inspect()  # the model is now compiled and captured in CUDA graphs
         return times
 

@@ -168,6 +168,15 @@ def test_a_worker_needs_the_epoch(checkpoint):
     updates.step(scheduled(new="b"))
 
 
+def test_a_warm_up_has_no_front_end(checkpoint):
+    updates = Updates(read_architecture(checkpoint()), Epochs(), list)
+    with updates.warming_up():
+        updates.step(scheduled(new=["a warm-up"]))
+        updates.step(scheduled(again=["a warm-up"]))
+    with pytest.raises(UnsupportedError, match="must get its requests from a process"):
+        updates.step(scheduled(new=["a"]))
+
+
 @pytest.mark.parametrize("change", ["tell", "touch"])
 def test_requests_with_an_older_kv_cache_are_rejected(change, updates):
     updates.tell(2, False, None) if change == "tell" else updates.touch()

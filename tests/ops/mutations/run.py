@@ -15,45 +15,7 @@ from pathlib import Path
 from . import build, cpu_kernels, cuda_kernels, triton_kernels
 from .mutation import Mutation, copy_package
 
-PROGRAM = """
-import json, sys
-from pathlib import Path
-import torch
-from alignkit.ops import golden, trials
-from alignkit.ops.registry import RECORDS
-from alignkit.runtime import built, dispatch, native, validated
-device, backend, library, *wanted = sys.argv[1:]
-if library:
-    lib = built.Library(Path(library))
-    assert lib.alignkit_choose_isa(b"generic")
-    native.library = lambda: lib
-found = {}
-with dispatch.use(backend), validated.unchecked():
-    for case, (record, _) in golden.CASES.items():
-        rounds = case.startswith(("rounding_", "subnormal_")) and not (backend == "reference" and record.slow)
-        if (case in wanted or case.split()[0] in wanted) if wanted else rounds:
-            found[case] = golden.hashes(case, device)
-    for record in RECORDS:
-        for op in record.kernels:
-            *others, last = dispatch.kernels(op, backend)
-            for kernel in others:
-                if f"trial {op}/{kernel.name}" not in wanted:
-                    continue
-                for case in trials.cases(record, op, kernel):
-                    got, want = (
-                        trials._run(record, op, each, case, torch.device(device), backend) for each in (kernel, last)
-                    )
-                    key = f"trial {op}/{kernel.name} {str(case[1]).removeprefix('torch.')}"
-                    found.setdefault(key, []).extend(
-                        str(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
-                        for a, b in zip(got, want, strict=True)
-                    )
-print(json.dumps(found))
-"""
-"""Program that prints the hashes of golden cases, and for trials whether a kernel's tensors equal the last kernel's.
-
-It runs in a folder with a copy of the package. Without names of cases, all golden cases whose sums round run.
-"""
+PROGRAM = Path(__file__).with_name("program.py")
 OTHERS = """#include "prelude.h"
 namespace alignkit {
 const Kernels* avx2_kernels() { return nullptr; }
@@ -75,7 +37,7 @@ def of_device(device: str) -> list[Mutation]:
 def hashes(
     mutation: Mutation | None, backend: str, device: str, wanted: Iterable[str] = (), libraries: Path | None = None
 ) -> dict[str, list[str]]:
-    """Return the results of PROGRAM for the cases `wanted`, with a mutation, in a copy of the package.
+    """Return the results of program.py for the cases `wanted`, with a mutation, in a copy of the package.
 
     Args:
         mutation: None for the unchanged kernels.
@@ -104,7 +66,7 @@ def hashes(
             else:
                 build.compile_library(folder)
         environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", PROGRAM, device, backend, library, *wanted]
+        command = [sys.executable, str(PROGRAM), device, backend, library, *wanted]
         try:
             done = subprocess.run(
                 command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
