@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from ...errors import InputError
 from ...runtime.dispatch import Kernel, one_per_backend
-from ...runtime.families import CUDA, of_type
+from ...runtime.families import CUDA, of_type, on_host
 from ..inputs import Inputs, Normal
 from ..record import Check, Golden, Op, Trial
 from ..self_test import difference
@@ -101,6 +102,25 @@ def rounding_attention(given: Inputs) -> list[torch.Tensor]:
         given.tensor([lens[-1]], torch.int32),
     )
     return [*given.run(lambda q, k, v: packed_attention(q, k, v, starts), q, k, v, rough=True), paged]
+
+
+def rounding_levels(given: Inputs) -> list[torch.Tensor]:
+    """Compute attention whose levels rise late in a block: just enough in the first sequence, often in the second."""
+    family = of_type(given.device)
+    assert family is not None
+    block = family.kv_block
+    starts = [0, block - 1, 4 * block + 4]
+    q = given.rough(starts[-1], 2, 64, seed=11, low=-5)
+    k = given.rough(starts[-1], 1, 64, seed=12, low=-9, high=-4)
+    v = given.rough(starts[-1], 1, 64, seed=13, low=-5)
+    q[..., 0], k[..., 0] = 16.0, 10.0  # times the scale 1/8: scores are k[..., 0] times 2, and noise
+    rise = family.reserve * (1.0 if on_host(given.device) else math.log(2)) + 1.0  # makes a probability of e
+    steps = [(5, round(4 * rise) / 8)], [(5, 12.0), (8, 22.0), (13, 24.0)]
+    for (first, end), values in zip(itertools.pairwise(starts), steps, strict=True):
+        k[first, :, 0] = 0.0
+        for eighths, value in values:
+            k[first + eighths * block // 8 : end, :, 0] = value
+    return given.run(lambda q, k, v: packed_attention(q, k, v, given.tensor(starts)), q, k, v, rough=True)
 
 
 def _sequences(normal: Normal) -> str | None:
@@ -206,7 +226,12 @@ OP = Op(
         "attention_backward": _described(paged=False),
         "paged_attention": _described(paged=True),
     },
-    golden=(Golden(attention), Golden(long_attention, slow=True), Golden(rounding_attention, slow=True)),
+    golden=(
+        Golden(attention),
+        Golden(long_attention, slow=True),
+        Golden(rounding_attention, slow=True),
+        Golden(rounding_levels),
+    ),
     self_test=_self_test,
     samples=_samples,
     trials={
@@ -218,6 +243,7 @@ OP = Op(
                     "": tuple(f"rows=14 heads=2 kv_heads=1 head_dim=8 seqs=2 dtype={t}" for t in ("bf16", "fp32")),
                     "cuda": (
                         "rows=700 heads=4 kv_heads=2 head_dim=64 seqs=2",
+                        "rows=12000 heads=8 kv_heads=2 head_dim=64 seqs=150",
                         "rows=300 heads=2 kv_heads=1 head_dim=256 seqs=2",
                     ),
                 },

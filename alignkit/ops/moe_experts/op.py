@@ -244,7 +244,7 @@ OP = Op(
             _trial,
             {
                 "": ("rows=9 k=16 n=32 experts=3",),
-                "many": ("rows=4000 k=64 n=512 experts=2",),
+                "many": ("rows=16000 k=64 n=1024 experts=2",),
                 "grouped": ("rows=40 k=64 n=64 experts=4",),
             },
         ),

@@ -16,7 +16,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for device in ("cpu", "cuda"):
         command = commands.add_parser(device, help=f"print the table of the {device} mutations")
-        command.add_argument("--only", default="", metavar="TEXT", help="run mutations whose 'backend: name' has TEXT")
+        command.add_argument(
+            "--only", nargs="+", default=(), metavar="TEXT", help="run mutations whose 'backend: name' has a TEXT"
+        )
         jobs = len(os.sched_getaffinity(0)) if device == "cuda" else 1
         command.add_argument("--jobs", type=int, default=jobs, help="processes at a time (default: %(default)s)")
         command.add_argument("--libraries", type=Path, metavar="FILE", help="archive of `build`")

@@ -134,6 +134,12 @@ MUTATIONS = (
     ),
     of_cpp("attention leaves of 256", "constexpr i64 LEAF = 128;", "constexpr i64 LEAF = 256;", "rounding_attention"),
     of_cpp(
+        "attention's level rises at a probability of 4",
+        "if (round_to<T>(exp1(top - m[r])) >= 2) {",
+        "if (round_to<T>(exp1(top - m[r])) >= 4) {",
+        "rounding_levels",
+    ),
+    of_cpp(
         "leaves merged without fma",
         "acc_all[r * DP + d] = fma1(acc[r * DP + d], after, acc_all[r * DP + d] * before);",
         "acc_all[r * DP + d] = acc[r * DP + d] * after + acc_all[r * DP + d] * before;",

@@ -52,6 +52,15 @@ MUTATIONS = (
         noticed="paged_attention/cuda, rounding_attention bfloat16",
     ),
     of_cuda(
+        "attention: level rises at a probability of 4",
+        ATTENTION,
+        (
+            "return at_least_2(exp2_approx(__fmaf_rn(score, factor, shift[h])));",
+            "return exp2_approx(__fmaf_rn(score, factor, shift[h])) >= 4.0f;",
+        ),
+        noticed="rounding_levels bfloat16",
+    ),
+    of_cuda(
         "attention: exponent not fused",
         ATTENTION,
         ("__fmaf_rn(s[x], factor, shift[x / 2 % 2])", "s[x] * factor + shift[x / 2 % 2]"),

@@ -92,16 +92,20 @@ def noticed(mutation: Mutation, before: dict[str, list[str]], device: str) -> di
     return changed(before, hashes(mutation, mutation.backend, device))
 
 
-def table(device: str, libraries: Path | None, only: str, jobs: int) -> int:
+def _chosen(mutation: Mutation, only: Iterable[str]) -> bool:
+    return not only or any(text in f"{mutation.backend}: {mutation.name}" for text in only)
+
+
+def table(device: str, libraries: Path | None, only: Iterable[str], jobs: int) -> int:
     """Print the table of a device's mutations; return 1 if a case does not notice a mutation that it must notice.
 
     Args:
         device: "cpu" or "cuda".
         libraries: Folder of the mutated CUDA libraries; None to build them.
-        only: Text that the backend and name of a mutation must contain.
+        only: Texts; the backend and name of a mutation must contain one of them. Empty for all mutations.
         jobs: Number of processes at a time.
     """
-    mutations = [each for each in of_device(device) if only in f"{each.backend}: {each.name}"]
+    mutations = [each for each in of_device(device) if _chosen(each, only)]
     # On a GPU, where time is scarce, a mutation runs the cases that must notice it.
     wanted = {each: each.noticed if device == "cuda" else () for each in mutations}
     union = {

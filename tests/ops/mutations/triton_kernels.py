@@ -206,7 +206,13 @@ MUTATIONS = (
         "attention: blocks of half as many keys",
         "attention/triton_backend.py",
         ('"KVB": SM90.kv_block', '"KVB": SM90.kv_block // 2'),
-        noticed="rounding_attention",
+        noticed="rounding_levels",
+    ),
+    of_triton(
+        "attention: level rises at a probability of 4",
+        ATTENTION,
+        (".to(q.dtype) >= 2.0", ".to(q.dtype) >= 4.0"),
+        noticed="rounding_levels",
     ),
     of_triton(
         "attention: exponent not fused",
@@ -358,7 +364,7 @@ MUTATIONS = (
         "head: subnormal probabilities flushed",
         HEAD,
         ("    p = _exp(lp)\n", f"    p = _exp(lp)\n    p = {flushed('p')}\n"),
-        noticed="rounding_head",
+        noticed="subnormal_head",
     ),
     # Experts: the gate's chains, the weight gradients' chains, and the tree over a token's experts.
     of_triton(
