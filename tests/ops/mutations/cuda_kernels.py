@@ -374,16 +374,6 @@ MUTATIONS = (
         noticed="rms_norm/cuda",
     ),
     of_cuda(
-        "rms_norm: squares fused",
-        NORM,
-        (
-            "for (float& e : f) e *= e;\n    squares[v] = tree(f);",
-            "for (int i = 0; i < kColumns; i += 2) f[i] = __fmaf_rn(f[i], f[i], f[i + 1] * f[i + 1]), f[i + 1] = 0;\n"
-            "    squares[v] = tree(f);",
-        ),
-        noticed="rms_norm/cuda",
-    ),
-    of_cuda(
         "rms_norm_backward: dx not fused",
         NORM,
         ("__fmaf_rn(-row_c, x[i], dy[i] * w[i])", "(dy[i] * w[i] - row_c * x[i])"),

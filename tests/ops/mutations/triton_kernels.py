@@ -360,12 +360,6 @@ MUTATIONS = (
         ("d - tl.load(GE + r) * (p * (lp + tl.load(ENT + r)))", "-p * (g + tl.load(GE + r) * (lp + tl.load(ENT + r)))"),
         noticed="rounding_head",
     ),
-    of_triton(
-        "head: subnormal probabilities flushed",
-        HEAD,
-        ("    p = _exp(lp)\n", f"    p = _exp(lp)\n    p = {flushed('p')}\n"),
-        noticed="subnormal_head",
-    ),
     # Experts: the gate's chains, the weight gradients' chains, and the tree over a token's experts.
     of_triton(
         "moe_gated: k reversed",
