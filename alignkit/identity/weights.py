@@ -71,6 +71,11 @@ class Shard(NamedTuple):
     runs: Sequence[Run]
     column: int = 0
 
+    @property
+    def held(self) -> int:
+        """Number of rows that are no padding."""
+        return sum(run.rows for run in self.runs)
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -109,35 +114,46 @@ class Fingerprint:
 
 def parts(shards: Iterable[Shard]) -> dict[str, Part]:
     """Return the sums of a rank's tensors by HF name. All tensors are on one device, which is read once."""
-    factors: dict[tuple, torch.Tensor] = {}  # column factors, equal for all layers of a model
+    factors: dict[tuple[int, int], torch.Tensor] = {}  # of columns, equal for all layers of a model
     places: list[tuple[str, str, tuple[int, int, int, int]]] = []
     totals: list[torch.Tensor] = []
-    sums: list[torch.Tensor] = []
-    runs: list[Run] = []
-    held = 0
-    for shard in shards:
-        rows = sum(run.rows for run in shard.runs)
-        x = shard.tensor.detach()[:rows]
-        x = x[:, None] if x.ndim == 1 else x
-        columns = shard.column, shard.column + x.shape[1], x.device
-        if columns not in factors:
-            factors[columns] = _factors(_COLUMNS, torch.arange(*columns[:2], device=x.device))
-        if held + rows > ROWS_AT_ONCE and runs:
+    for chunk in _chunks(shards):
+        alike: dict[tuple, list[tuple[torch.Tensor, Shard]]] = {}  # one call sums tensors of the same shape
+        for shard in chunk:
+            x = shard.tensor.detach()[: shard.held]
+            x = x[:, None] if x.ndim == 1 else x
+            alike.setdefault((x.shape, x.stride(), x.dtype, shard.column), []).append((x, shard))
+        sums, runs = [], []
+        for (shape, _, dtype, column), members in alike.items():
+            columns = column, column + shape[1]
+            if columns not in factors:
+                factors[columns] = _factors(_COLUMNS, torch.arange(*columns, device=members[0][0].device))
+            sums.append(bit_sums([x for x, _ in members], factors[columns]).flatten())
+            name_of_dtype = str(dtype).removeprefix("torch.")
+            for _, shard in members:
+                runs.extend(shard.runs)
+                for which, row, count in shard.runs:
+                    places.append((shard.names[which], name_of_dtype, (row, count, column, shape[1])))
+        if runs:
             totals.append(_totals(sums, runs))
-            sums, runs, held = [], [], 0
-        sums.append(bit_sums(x, factors[columns]))
-        runs.extend(shard.runs)
-        held += rows
-        dtype = str(x.dtype).removeprefix("torch.")
-        for which, row, count in shard.runs:
-            places.append((shard.names[which], dtype, (row, count, shard.column, x.shape[1])))
-    if runs:
-        totals.append(_totals(sums, runs))
     values = torch.cat(totals).tolist() if totals else []
     found: dict[str, Part] = {}
     for (name, dtype, place), value in zip(places, values, strict=True):
         found.setdefault(name, Part(dtype, [])).blocks.append(Block(*place, value % 2**64))
     return found
+
+
+def _chunks(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
+    """Yield the shards in lists of about ROWS_AT_ONCE rows."""
+    chunk: list[Shard] = []
+    rows = 0
+    for shard in shards:
+        if chunk and rows + shard.held > ROWS_AT_ONCE:
+            yield chunk
+            chunk, rows = [], 0
+        chunk.append(shard)
+        rows += shard.held
+    yield chunk
 
 
 def _totals(sums: list[torch.Tensor], runs: list[Run]) -> torch.Tensor:
@@ -199,17 +215,15 @@ def of_checkpoint(path: str | os.PathLike, dtype: torch.dtype | None = None) -> 
     """
     arch, weights = read_architecture(path), Checkpoint(path)
     found: dict[str, tuple[int, ...]] = {}
-
-    def shards() -> Iterator[Shard]:
-        for weight, shapes, _ in arch.weights():  # lazily: config.json may claim any number of layers
-            for name, shape in shapes.items():
-                if name not in weights:
-                    raise InputError(f"model: the checkpoint has no tensor {name!r}, which config.json requires")
-                tensor, found[name] = weights[name], shape
-                wanted = torch.float32 if weight.fp32 else dtype
-                yield Shard(tensor.to(wanted or tensor.dtype), (name,), (Run(0, 0, shape[0]),))
-
-    return whole([parts(shards())], found)
+    held: dict[str, Part] = {}
+    for weight, shapes, _ in arch.weights():  # lazily: config.json may claim any number of layers
+        for name, shape in shapes.items():
+            if name not in weights:
+                raise InputError(f"model: the checkpoint has no tensor {name!r}, which config.json requires")
+            tensor, found[name] = weights[name], shape
+            wanted = torch.float32 if weight.fp32 else dtype
+            held |= parts([Shard(tensor.to(wanted or tensor.dtype), (name,), (Run(0, 0, shape[0]),))])
+    return whole([held], found)
 
 
 def _factors(seed: int, index: torch.Tensor) -> torch.Tensor:

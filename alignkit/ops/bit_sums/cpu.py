@@ -7,7 +7,8 @@ import torch
 from ...runtime import native
 
 
-def sums(bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(bits.shape[0], dtype=torch.int64, device=bits.device)
-    native.call_threaded("bit_sums", *bits.shape, bits.element_size(), bits, bits.stride(0), weights, out)
+def sums(bits: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(len(bits), bits[0].shape[0], dtype=torch.int64, device=weights.device)
+    for x, y in zip(bits, out, strict=True):
+        native.call_threaded("bit_sums", *x.shape, x.element_size(), x, x.stride(0), weights, y)
     return out

@@ -22,6 +22,13 @@ def bits(given: Inputs) -> list[torch.Tensor]:
     return [bit_sums(x, weights * weights - weights), bit_sums(x[3:, 5:70], weights[5:70])]
 
 
+def bits_of_several(given: Inputs) -> list[torch.Tensor]:
+    """Compute tensors whose addresses are aligned, and tensors whose are not."""
+    x, weights = given.rough(60, 520, seed=1, low=-30, high=30), given.integers(520, seed=2, below=1 << 32)
+    aligned, others = [x[:20], x[20:40], x[40:]], [x[3:20, 5:], x[23:40, 5:], x[43:, 5:]]
+    return [bit_sums(aligned, weights * weights), bit_sums(others, weights[5:] * weights[5:])]
+
+
 def _self_test(normal):
     weights = normal.integers(1, WIDTH, below=1 << 62)
     yield Rows("bit_sums", lambda x: bit_sums(x, weights), [normal(0, ROWS, WIDTH)])
@@ -39,8 +46,8 @@ def _sample(s: Source) -> Sample:
 OP = Op(
     "bit_sums",
     kernels={"bit_sums": one_per_backend(_triton, cpu, reference)},
-    golden=(Golden(bits, modelled=True),),
+    golden=(Golden(bits, modelled=True), Golden(bits_of_several, modelled=True)),
     self_test=_self_test,
     samples=lambda: {_sample: 2},
-    trials={"bit_sums": Trial(lambda given, _: bits(given))},
+    trials={"bit_sums": Trial(lambda given, _: bits_of_several(given))},
 )

@@ -8,6 +8,6 @@ from .._calls import in_torch
 
 
 @in_torch
-def sums(bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    unsigned = bits.long() & ((1 << 8 * bits.element_size()) - 1)
-    return (unsigned * weights).sum(1)
+def sums(bits: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    mask = (1 << 8 * bits[0].element_size()) - 1
+    return torch.stack([((x.long() & mask) * weights).sum(1) for x in bits])

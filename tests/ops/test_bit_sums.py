@@ -1,0 +1,37 @@
+"""Sums of several tensors by one call of bit_sums; the tests of all ops cover one tensor."""
+
+import pytest
+import torch
+
+from alignkit.errors import InputError
+from alignkit.ops import bit_sums
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("first", [0, 5], ids=["aligned", "unaligned"])
+def test_each_tensor_has_the_sums_that_it_has_alone(dtype, first):
+    x = torch.randn(60, 700).to(dtype)
+    weights = torch.randint(-(2**63), 2**63 - 1, (700,))[first:]
+    tensors = [x[:20, first:], x[20:40, first:], x[40:, first:]]
+    sums = bit_sums(tensors, weights)
+    assert sums.shape == (3, 20)
+    assert all(torch.equal(found, bit_sums(t, weights)) for found, t in zip(sums, tensors, strict=True))
+    assert bit_sums([x[:0]] * 2, torch.ones(700, dtype=torch.int64)).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x: x[:3], r"x\[1\]: must have the shape, stride and dtype of x\[0\], \(4, 8\)"),
+        (lambda x: x.t().contiguous().t(), r"x\[1\]: must have the shape, stride"),
+        (lambda x: x.half(), r"x\[1\]: must have .* got .* torch.float16"),
+        (lambda x: x[0], r"x\[1\]: expected 2 dimensions"),
+    ],
+    ids=["shape", "stride", "dtype", "dimensions"],
+)
+def test_different_tensors_are_rejected(change, message):
+    x, weights = torch.zeros(4, 8), torch.ones(8, dtype=torch.int64)
+    with pytest.raises(InputError, match=message):
+        bit_sums([x, change(x)], weights)
+    with pytest.raises(InputError, match="x: must be one tensor or more"):
+        bit_sums([], weights)
