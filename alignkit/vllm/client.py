@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import queue
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,7 @@ Client: Any = object
     members="get_output add_request abort_requests collective_rpc sleep wake_up reset_prefix_cache",
 )
 @relies_on("v1/engine/core_client.py:SyncMPClient.get_output", mentions="outputs_queue")
+@relies_on("v1/engine/core_client.py:AsyncMPClient.get_output_async", mentions="outputs_queue")
 @relies_on(
     "v1/engine/core_client.py:AsyncMPClient",
     members="""
@@ -60,7 +62,10 @@ class AlignedClient(Client):
         self._failed: str | None = None
         self._settled = asyncio.Event()
         self._settled.set()
-        self._read: list = []  # outputs of a synchronous client that were counted before a change
+        self._read: list = []  # outputs of a synchronous client that arrived before a change
+        self._processed = self._ended = False
+        self._processor: Any = None
+        self._epochs.count = self._count
         super().__init__(vllm_config, *args, **kwargs)
 
     # Requests
@@ -102,12 +107,44 @@ class AlignedClient(Client):
         self._epochs.arrived(outputs.outputs)
         return outputs
 
+    async def get_output_async(self):
+        self._processed = True  # vLLM asks for outputs after it has processed the ones before
+        try:
+            outputs = await super().get_output_async()
+        except BaseException:
+            self._ended = True
+            raise
+        self._processed = False
+        return outputs
+
     async def process_engine_outputs(self, outputs) -> None:
-        """Count outputs when they arrive, because only then their order among the answers to calls is known."""
+        """Note outputs when they arrive, because only then their order among the answers to calls is known."""
         self._epochs.arrived(outputs.outputs)
         inherited = getattr(super(), "process_engine_outputs", None)
         if inherited is not None:  # a static method
             await inherited(self, outputs)
+
+    def count_by(self, processor) -> None:
+        """Count tokens by the engine's `OutputProcessor`."""
+        self._processor = processor
+
+    @relies_on("v1/engine/output_processor.py:OutputProcessor.__init__", mentions="request_states")
+    @relies_on(
+        "v1/engine/output_processor.py:RequestState.make_request_output", mentions="detokenizer num_output_tokens"
+    )
+    def _count(self, request: str) -> int:
+        """Return the number of a request's tokens that have arrived. The front end has processed all but `_read`."""
+        state = None if self._processor is None else self._processor.request_states.get(request)
+        processed = 0 if state is None or state.detokenizer is None else state.detokenizer.num_output_tokens()
+        unread = (each for outputs in self._read for each in outputs.outputs if each.request_id == request)
+        return processed + sum(len(each.new_token_ids) for each in unread)
+
+    async def _process_outputs(self) -> None:
+        """Wait until the front end has processed the outputs of requests in flight, so that `_count` is right."""
+        if self._processor is None or not self._epochs.paused:
+            return
+        while self._epochs.running and not self._ended and not (self._processed and self.outputs_queue.empty()):
+            await asyncio.sleep(0.001)
 
     # Calls that may change the weights
 
@@ -125,6 +162,7 @@ class AlignedClient(Client):
         if _reads(method):
             await self._tell_async()
             return await super().collective_rpc_async(method, timeout, args, kwargs)
+        await self._process_outputs()
         try:
             with self._change(_name(method)):
                 return await super().collective_rpc_async(method, timeout, args, kwargs)
@@ -139,6 +177,7 @@ class AlignedClient(Client):
         return awake
 
     async def wake_up_async(self, tags=None):
+        await self._process_outputs()
         with self._change("wake_up") if self._asleep else contextlib.nullcontext():
             awake = await super().wake_up_async(tags)
         self._woken(tags, awake)
@@ -238,6 +277,7 @@ class AlignedClient(Client):
 
     async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
         await super().sleep_async(level, mode)
+        await self._paused(cleared=False)
         self._slept(level)
         await self._tell_async()
 
@@ -254,11 +294,16 @@ class AlignedClient(Client):
 
     async def pause_scheduler_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
         await super().pause_scheduler_async(mode, clear_cache)
-        self._epochs.pause(clear_cache)
+        await self._paused(clear_cache)
 
     async def pause_generation_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
         await super().pause_generation_async(mode, clear_cache)
-        self._epochs.pause(clear_cache)
+        await self._paused(clear_cache)
+
+    async def _paused(self, cleared: bool) -> None:
+        self._epochs.pause(cleared=False)
+        await self._process_outputs()
+        self._epochs.pause(cleared)
 
     async def resume_scheduler_async(self) -> None:
         await self._tell_async()
@@ -273,12 +318,27 @@ class AlignedClient(Client):
 
     async def reset_prefix_cache_async(self, reset_running_requests=False, reset_connector=False) -> bool:
         done = await super().reset_prefix_cache_async(reset_running_requests, reset_connector)
+        await self._process_outputs()
         return self._reset(done, reset_running_requests)
 
     def _reset(self, done: bool, running: bool) -> bool:
         if done and running:
             self._epochs.clear()
         return done
+
+
+@relies_on("v1/engine/llm_engine.py:LLMEngine.__init__", mentions="engine_core output_processor")
+@relies_on("v1/engine/async_llm.py:AsyncLLM.__init__", mentions="engine_core output_processor")
+def counting(init):
+    """Wrap the constructor of vLLM's engines to give the client the `OutputProcessor`, which counts tokens."""
+
+    @functools.wraps(init)
+    def construct(self, *args, **kwargs) -> None:
+        init(self, *args, **kwargs)
+        if isinstance(self.engine_core, AlignedClient):
+            self.engine_core.count_by(self.output_processor)
+
+    return construct
 
 
 def aligned(cls: type) -> type:

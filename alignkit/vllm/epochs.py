@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from alignkit.errors import InputError
@@ -34,13 +34,14 @@ class Tokens:
     """Epochs of a request's sampled tokens. spans: (index of the first token, epoch), ascending."""
 
     spans: list[tuple[int, int]]
-    count: int = 0
 
-    def begin(self, epoch: int) -> None:
-        """Start a span."""
-        if self.spans[-1][0] == self.count:
+    def begin(self, epoch: int, count: int) -> None:
+        """Start a span. count: tokens before it."""
+        if self.spans[-1][1] == epoch:
+            return
+        if self.spans[-1][0] == count:
             self.spans.pop()
-        self.spans.append((self.count, epoch))
+        self.spans.append((count, epoch))
 
     def epochs(self, count: int) -> list[int]:
         """Return the epoch of each of the first `count` tokens."""
@@ -60,7 +61,7 @@ class Epochs:
     before the first. problem: why the weights are those of no model, or None. stopped: why the engine cannot go on, or
     None. local: changes that a worker in this process made, whether or not the client called it. running: requests sent
     to the engine. finished: requests whose last output has not been read yet. weights: digests of fingerprints by
-    epoch, as far as they were computed.
+    epoch, as far as they were computed. count: returns the number of a request's tokens that have arrived.
     """
 
     epoch: int = 0
@@ -71,6 +72,7 @@ class Epochs:
     running: dict[str, Tokens] = field(default_factory=dict)
     finished: dict[str, Tokens] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
+    count: Callable[[str], int] = lambda request: 0
     _seen: int = 0
     _paused: bool = False
     _cleared: bool = False
@@ -99,9 +101,9 @@ class Epochs:
     def change(self) -> None:
         """Count a change of the weights."""
         self.epoch += 1
-        if self.keeps_cache():
-            for tokens in self.running.values():
-                tokens.begin(MIXED)
+        epoch = MIXED if self.keeps_cache() else self.epoch
+        for request, tokens in self.running.items():
+            tokens.begin(epoch, self.count(request))
 
     def changed(self) -> None:
         """Note that a change is complete, with all that a worker of this process did in it."""
@@ -113,6 +115,11 @@ class Epochs:
             self.changed()
             self.change()
 
+    @property
+    def paused(self) -> bool:
+        """Whether no step runs."""
+        return self._paused
+
     def pause(self, cleared: bool) -> None:
         """Note that no step runs. cleared: the KV cache was cleared too, also that of the requests in flight."""
         self._paused = True
@@ -122,9 +129,10 @@ class Epochs:
     def clear(self) -> None:
         """Note that the KV cache was cleared, also that of the requests in flight."""
         self._cleared = self._paused
-        for tokens in self.running.values():
-            if tokens.spans[-1][1] == MIXED:
-                tokens.begin(self.epoch)
+        if self._paused:  # otherwise tokens are on their way, and stay mixed
+            for request, tokens in self.running.items():
+                if tokens.spans[-1][1] == MIXED:
+                    tokens.begin(self.epoch, self.count(request))
 
     def resume(self) -> None:
         """Note that steps run."""
@@ -141,21 +149,14 @@ class Epochs:
         self.running[request] = Tokens([(0, self.epoch)])
 
     def arrived(self, outputs: Iterable) -> None:
-        """Count sampled tokens. This runs in every step, so it must take less than a microsecond per request.
+        """Note the requests that have finished. This runs in every step; it takes nanoseconds per request.
 
         outputs: vLLM's `EngineCoreOutput` objects, in the order in which the engine sent them, relative to changes.
         """
-        running, epoch = self.running, self.epoch
-        for each in outputs:
-            tokens = running.get(each.request_id)
-            if tokens is None:
-                continue
-            last = tokens.spans[-1][1]
-            if last != epoch and last != MIXED:
-                tokens.begin(epoch)
-            tokens.count += len(each.new_token_ids)
-            if each.finish_reason is not None:
-                self.finished[each.request_id] = running.pop(each.request_id)
+        for each in [output for output in outputs if output.finish_reason is not None]:
+            tokens = self.running.pop(each.request_id, None)
+            if tokens is not None:
+                self.finished[each.request_id] = tokens
 
     def forget(self, requests: Iterable[str]) -> None:
         """Drop requests that were aborted."""

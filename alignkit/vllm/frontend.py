@@ -60,29 +60,40 @@ def refuse_stock(validate_params):
     return validate
 
 
-@relies_on("v1/engine/output_processor.py:RequestState.make_request_output", "finish_reason")
+@relies_on("v1/engine/output_processor.py:RequestState._new_completion_output", "finish_reason")
 @relies_on("v1/engine/output_processor.py:RequestState.__init__", "request_id parent_req request_index")
-def with_epochs(make_request_output):
-    """Wrap `RequestState.make_request_output` to give the epochs of a finished request's tokens.
+def noting_epochs(new_completion_output):
+    """Wrap `RequestState._new_completion_output` to keep the epochs of a finished completion for `with_epochs`."""
+
+    @functools.wraps(new_completion_output)
+    def new(self, token_ids, finish_reason, *args, **kwargs):
+        if finish_reason is not None and (found := epochs.holder(self.request_id)) is not None:
+            engine, tokens = found
+            # All completions of a request share its parent, and are returned together or one by one.
+            _, completions = vars(self.parent_req or self).setdefault("alignkit_epochs", (engine, {}))
+            completions[str(self.request_index)] = tokens.spans
+        return new_completion_output(self, token_ids, finish_reason, *args, **kwargs)
+
+    return new
+
+
+@relies_on("v1/engine/output_processor.py:RequestState._new_request_output", "outputs")
+def with_epochs(new_request_output):
+    """Wrap `RequestState._new_request_output` to give the epochs of finished completions.
 
     They are in ``kv_transfer_params[epochs.KEY]``, which vLLM's server returns too: the contract id, and for each
     completion, by index, pairs of a first token and its epoch. `token_epochs` reads them.
     """
 
-    @functools.wraps(make_request_output)
-    def make(self, new_token_ids, pooling_output, finish_reason, *args, **kwargs):
-        output = make_request_output(self, new_token_ids, pooling_output, finish_reason, *args, **kwargs)
-        if finish_reason is None or (found := epochs.holder(self.request_id)) is None:
-            return output
-        engine, tokens = found
-        # All completions of a request share its parent, and are returned together or one by one.
-        completions = vars(self.parent_req or self).setdefault("alignkit_epochs", {})
-        completions[str(self.request_index)] = tokens.spans
-        if output is not None:
+    @functools.wraps(new_request_output)
+    def new(self, external_req_id, outputs, *args, **kwargs):
+        output = new_request_output(self, external_req_id, outputs, *args, **kwargs)
+        engine, completions = vars(self.parent_req or self).get("alignkit_epochs", (None, {}))
+        if engine is not None and any(each.finish_reason is not None for each in outputs):
             known = {str(epoch): engine.weights.get(epoch) for spans in completions.values() for _, epoch in spans}
             output.kv_transfer_params = {
                 **(output.kv_transfer_params or {}),
-                "alignkit": {
+                epochs.KEY: {
                     "contract": versions.installed().family.contract_id,
                     "epochs": completions,
                     "weights": known,
@@ -90,7 +101,7 @@ def with_epochs(make_request_output):
             }
         return output
 
-    return make
+    return new
 
 
 def _require_aligned(vllm_config) -> None:

@@ -54,7 +54,7 @@ class Patch(engine_patch.Patch):
         from vllm.v1.engine.output_processor import RequestState
 
         from alignkit.vllm import client
-        from alignkit.vllm.frontend import AlignedInputProcessor, refuse_stock, with_epochs
+        from alignkit.vllm.frontend import AlignedInputProcessor, noting_epochs, refuse_stock, with_epochs
 
         for owner, name, new in (
             *((core_client, name, client.aligned(getattr(core_client, name))) for name in client.CLIENTS),
@@ -62,7 +62,10 @@ class Patch(engine_patch.Patch):
             (llm_engine, "InputProcessor", AlignedInputProcessor),
             (async_llm, "InputProcessor", AlignedInputProcessor),
             (InputProcessor, "_validate_params", refuse_stock(InputProcessor._validate_params)),
-            (RequestState, "make_request_output", with_epochs(RequestState.make_request_output)),
+            (llm_engine.LLMEngine, "__init__", client.counting(llm_engine.LLMEngine.__init__)),
+            (async_llm.AsyncLLM, "__init__", client.counting(async_llm.AsyncLLM.__init__)),
+            (RequestState, "_new_completion_output", noting_epochs(RequestState._new_completion_output)),
+            (RequestState, "_new_request_output", with_epochs(RequestState._new_request_output)),
         ):
             self.replace(owner, name, new)
         self._env = os.environ.get(ENV)

@@ -22,7 +22,9 @@ PROMPT = [i * 37 % 2000 for i in range(130)]
 
 
 def arrive(epochs, tokens, finished=False):
-    """Count tokens of the request "a"."""
+    """Let tokens of the request "a" arrive."""
+    total = epochs.count("a") + tokens
+    epochs.count = lambda request: total
     reason = "length" if finished else None
     epochs.arrived([SimpleNamespace(request_id="a", new_token_ids=[7] * tokens, finish_reason=reason)])
 
