@@ -8,7 +8,7 @@ as `alignkit.drift` are imported on first use. Public: documented in docs/api/al
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
     import os
@@ -42,6 +42,12 @@ def patch_megatron(vocab_size: int | None = None, *, keep_logits: bool = False) 
     return patch_megatron(vocab_size, keep_logits=keep_logits)
 
 
+@overload
+def fingerprint(model: str | os.PathLike) -> Fingerprint: ...
+@overload
+def fingerprint(model: Any, model_dir: str | os.PathLike) -> Fingerprint: ...
+@overload
+def fingerprint(model: Any) -> Any: ...
 def fingerprint(model: Any, model_dir: str | os.PathLike | None = None) -> Fingerprint | Awaitable[Fingerprint]:
     """Return the fingerprint of a model's weights, which does not depend on the engine or the layout.
 

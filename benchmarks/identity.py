@@ -6,10 +6,12 @@ benchmarks/results/h200/identity.jsonl (``lib/results.py``). The fields of a row
 ``case``, ``model``
     "fingerprint" or "steps of N requests", and the name of a size (``lib/models.py``).
 ``gb``, ``ms``, ``read_ms``
-    Fingerprint: gigabytes (10^9) of weights; median time of the worker's sums and of a `torch.sum` that reads the same
-    tensors once, interleaved, in milliseconds.
-``step_ms``, ``us``, ``share``
-    Steps: time of a decode step; time in it that epochs take, in microseconds; median of their ratio.
+    Fingerprint: gigabytes (10^9) of weights; median time of the worker's sums, and time of reading the weights at the
+    speed of a copy, in milliseconds.
+``step_ms``, ``worker_us``, ``front_end_us``, ``share``
+    Steps: time of a decode step; time that epochs take of it in the worker and in the front end, in microseconds; and
+    their share of the step, if both run in one process. In two processes, vLLM's default, the front end runs beside the
+    next step.
 """
 
 from __future__ import annotations
@@ -22,13 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from lib.models import MOE_SIZES, SIZES
 from lib.options import parser as options_parser
 from lib.results import H200, merge, read, run_info, run_name, stale, write
+from lib.stopwatch import Stopwatch, copy_speed
 
 from alignkit.jobs.model import make_checkpoint
 
@@ -65,31 +66,24 @@ def start(model: str, folder: Path):
 
 
 def fingerprint(llm) -> dict:
-    """Return the times of the sums of all weights and of reading them."""
+    """Return the times of the sums of all weights, and of reading them at the speed of a copy."""
     from alignkit.vllm.fingerprint import shards
 
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    model, device = worker.model_runner.get_model(), worker.device
-    tensors = {shard.tensor.data_ptr(): shard.tensor for shard in shards(model, worker._arch)}
-
-    def read_once() -> None:
-        total = torch.zeros((), dtype=torch.int64, device=device)
-        for tensor in tensors.values():
-            total += tensor.view(torch.int32).sum()
-        total.item()
-
-    times: dict[Callable, list[float]] = {worker.alignkit_weights: [], read_once: []}
-    for number in range(ROUNDS + 1):  # the first round compiles
-        for run, seconds in times.items():
-            torch.cuda.synchronize(device)
-            began = time.perf_counter()
-            run()
-            torch.cuda.synchronize(device)
-            if number:
-                seconds.append(time.perf_counter() - began)
-    ms, read_ms = (1e3 * statistics.median(seconds) for seconds in times.values())
+    tensors = {s.tensor.data_ptr(): s.tensor for s in shards(worker.model_runner.get_model(), worker._arch)}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return {"case": "fingerprint", "gb": round(size / 1e9, 1), "ms": round(ms, 2), "read_ms": round(read_ms, 2)}
+    times = []
+    for _ in range(ROUNDS + 1):  # the first round compiles
+        began = time.perf_counter()
+        worker.alignkit_weights()  # ends with a copy to the host
+        times.append(time.perf_counter() - began)
+    speed = copy_speed(Stopwatch(worker.device))
+    return {
+        "case": "fingerprint",
+        "gb": round(size / 1e9, 1),
+        "ms": round(1e3 * statistics.median(times[1:]), 2),
+        "read_ms": round(1e3 * size / speed, 2),
+    }
 
 
 class Timed:
@@ -112,35 +106,39 @@ class Timed:
 
 
 def steps(llm) -> list[dict]:
-    """Return the time of decode steps and the share of it that epochs take, front end and worker in one process."""
+    """Return the time of decode steps, and of what epochs add to it in the worker and in the front end."""
     from vllm import SamplingParams
 
     from alignkit.vllm import client, epochs, updates
 
-    timed = Timed()
-    timed.replace(epochs.Epochs, "arrived")
-    timed.replace(epochs, "holder")
-    timed.replace(updates.Updates, "step")
-    timed.replace(client.AlignedClient, "_add")
-    timed.replace(client.AlignedClient, "_tell")
+    worker, front_end = Timed(), Timed()
+    worker.replace(updates.Updates, "step")
+    for owner, name in (
+        (epochs.Epochs, "arrived"),
+        (epochs, "holder"),
+        (client.AlignedClient, "_add"),
+        (client.AlignedClient, "_tell"),
+    ):
+        front_end.replace(owner, name)
     params = SamplingParams(max_tokens=TOKENS, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0)
     rows = []
     for batch in BATCHES:
         found = []
         for number in range(ROUNDS // 3 + 1):
             prompts = [{"prompt_token_ids": [number, i % 100, 7]} for i in range(batch)]
-            timed.seconds, began = 0.0, time.perf_counter()
+            worker.seconds = front_end.seconds = 0.0
+            began = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             if number:
-                found.append((time.perf_counter() - began, timed.seconds))
-        step, own = (statistics.median(seconds) / TOKENS for seconds in zip(*found, strict=True))
-        share = statistics.median(own / seconds for seconds, own in found)
+                found.append((time.perf_counter() - began, worker.seconds, front_end.seconds))
+        step, in_worker, in_front_end = (1e6 * statistics.median(each) / TOKENS for each in zip(*found, strict=True))
         rows.append(
             {
                 "case": f"steps of {batch} requests",
-                "step_ms": round(1e3 * step, 3),
-                "us": round(1e6 * own, 2),
-                "share": round(share, 6),
+                "step_ms": round(step / 1e3, 3),
+                "worker_us": round(in_worker, 2),
+                "front_end_us": round(in_front_end, 2),
+                "share": round(statistics.median((a + b) / whole for whole, a, b in found), 6),
             }
         )
     return rows

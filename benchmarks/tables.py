@@ -159,20 +159,21 @@ def identity(results: dict) -> str:
     steps = [row for row in results["rows"] if row["case"] != "fingerprint"]
     tables = [
         markdown(
-            ["model", "weights", "fingerprint", "reading the weights once"],
+            ["model", "weights", "fingerprint", "reading the weights at the speed of a copy"],
             [
                 [row["model"], f"{row['gb']:.1f} GB", f"{row['ms']:.1f} ms", f"{row['read_ms']:.1f} ms"]
                 for row in prints
             ],
         ),
         markdown(
-            ["model", "decode", "time of a step", "epochs", "share"],
+            ["model", "decode", "time of a step", "in the worker", "in the front end", "share in one process"],
             [
                 [
                     row["model"],
                     row["case"],
                     f"{row['step_ms']:.2f} ms",
-                    f"{row['us']:.1f} us",
+                    f"{row['worker_us']:.1f} us",
+                    f"{row['front_end_us']:.1f} us",
                     f"{100 * row['share']:.2f}%",
                 ]
                 for row in steps

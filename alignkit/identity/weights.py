@@ -114,7 +114,7 @@ class Fingerprint:
 
 def parts(shards: Iterable[Shard]) -> dict[str, Part]:
     """Return the sums of a rank's tensors by HF name. All tensors are on one device, which is read once."""
-    factors: dict[tuple[int, int], torch.Tensor] = {}  # of columns, equal for all layers of a model
+    factors: dict[tuple[int, int], torch.Tensor] = {}  # column factors, equal for all layers of a model
     places: list[tuple[str, str, tuple[int, int, int, int]]] = []
     totals: list[torch.Tensor] = []
     for chunk in _chunks(shards):

@@ -117,7 +117,7 @@ class Epochs:
 
     @property
     def paused(self) -> bool:
-        """Whether no step runs."""
+        """True while no step runs."""
         return self._paused
 
     def pause(self, cleared: bool) -> None:

@@ -92,6 +92,16 @@ def test_tree_sum(module, monkeypatch):
     assert ("reduce_scatter", 64, False) in tree_sum.planned(options, contents, "1", 2)
 
 
+def test_identity(module):
+    identity = module("identity")
+    rows = [{"case": "fingerprint", "model": model, "run": run} for model, run in (("qwen3-8b", "old"), ("x", "new"))]
+    contents = {"runs": {"old": {"sources": OTHER}, "new": {"sources": "1"}}, "rows": rows}
+    options = argparse.Namespace(only_stale=True, models=list(identity.MODELS))
+    assert identity.planned(options, contents, "1") == ["qwen3-8b"]
+    options.only_stale = False
+    assert identity.planned(options, contents, "1") == list(identity.MODELS)
+
+
 def test_long(module, monkeypatch, tmp_path):
     """Stock runs too, for the ratios; its fresh rows are not replaced."""
     long, results, path = module("long"), module("lib.results"), tmp_path / "long.jsonl"

@@ -2131,6 +2131,24 @@ def test_the_table_of_gpu_tests(tables):
     assert "| vllm | 49 | 0 | 1 | 4.1 |" in tables.gpu_test({"rows": rows})
 
 
+def test_the_tables_of_the_cost_of_identity(tables):
+    rows = [
+        {"case": "fingerprint", "model": "8b", "gb": 16.4, "ms": 9.96, "read_ms": 4.11},
+        {
+            "case": "steps of 32 requests",
+            "model": "0.6b",
+            "step_ms": 2.5,
+            "worker_us": 1.04,
+            "front_end_us": 2.0,
+            "share": 0.0012,
+        },
+    ]
+    text = tables.identity({"rows": rows})
+    assert "| 8b | 16.4 GB | 10.0 ms | 4.1 ms |\n\n| model | decode |" in text
+    assert text.endswith("| 0.6b | steps of 32 requests | 2.50 ms | 1.0 us | 2.0 us | 0.12% |")
+    assert tables.identity({"rows": []}) == ""
+
+
 def test_a_size_that_one_implementation_lacks(tables):
     rows = [
         {"case": "all_reduce", "pass": "tp2", "impl": impl, "m": m, "ms": 0.01, "x": 0.5}
