@@ -3,6 +3,7 @@
 The engines run in process; the soak starts an `AsyncLLM` with its own engine process.
 """
 
+import asyncio
 import random
 from types import SimpleNamespace
 
@@ -109,6 +110,56 @@ def test_an_engine_that_has_gone_holds_nothing():
     assert holder("a") is None, "two engines have a request with this id"
     del first
     assert holder("a")[0] is other and of(config).running == {}
+
+
+class SlowClient:
+    """A client whose front end takes time for the outputs that have arrived."""
+
+    def __init__(self, config) -> None:
+        self.outputs_queue: asyncio.Queue = asyncio.Queue()
+
+    async def get_output_async(self):
+        return await self.outputs_queue.get()
+
+    async def pause_scheduler_async(self, mode, clear_cache) -> None:
+        pass
+
+    async def collective_rpc_async(self, method, timeout=None, args=(), kwargs=None):
+        return [None]
+
+
+def test_a_change_waits_until_the_front_end_has_processed_the_tokens_before_it(vllm_process):
+    assert vllm_process()(_change_behind_a_slow_front_end) == ([1, 2, 3, 4, 5], [(0, 0), (5, 2)])
+
+
+def _change_behind_a_slow_front_end(_):
+    from alignkit.vllm import client
+
+    async def run():
+        config, processed = object(), []
+        slow = client.aligned(SlowClient)(config)
+        state = SimpleNamespace(detokenizer=SimpleNamespace(num_output_tokens=lambda: len(processed)))
+        slow.count_by(SimpleNamespace(request_states={"a": state}))
+        of(config).add("a")
+
+        async def front_end():
+            while True:
+                outputs = await slow.get_output_async()
+                await asyncio.sleep(0.02)
+                processed.extend(outputs)
+
+        task = asyncio.ensure_future(front_end())
+        for tokens in ([1, 2], [3], [4, 5]):
+            slow.outputs_queue.put_nowait(tokens)
+        await slow.pause_scheduler_async("keep", True)
+        before = list(processed)
+        await slow.collective_rpc_async("reload_weights")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait_for(slow.collective_rpc_async("reload_weights"), 5)  # nothing processes outputs any more
+        return before, of(config).running["a"].spans
+
+    return asyncio.run(run())
 
 
 # Engines
