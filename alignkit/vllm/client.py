@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import functools
 import queue
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -34,7 +35,7 @@ Client: Any = object
     "v1/engine/core_client.py:SyncMPClient",
     members="get_output add_request abort_requests collective_rpc sleep wake_up reset_prefix_cache",
 )
-@relies_on("v1/engine/core_client.py:SyncMPClient.get_output", mentions="outputs_queue")
+@relies_on("v1/engine/core_client.py:SyncMPClient.get_output", mentions="outputs_queue wave_complete engines_running")
 @relies_on("v1/engine/core_client.py:AsyncMPClient.get_output_async", mentions="outputs_queue")
 @relies_on(
     "v1/engine/core_client.py:AsyncMPClient",
@@ -64,8 +65,10 @@ class AlignedClient(Client):
         self._settled.set()
         self._read: list = []  # outputs of a synchronous client that arrived before a change
         self._processed = self._ended = False
-        self._processor: Any = None
-        self._epochs.count = self._count
+        self._turn = 0  # number of the last call that pauses or resumes
+        self._engine: Callable[[], Any] = lambda: None
+        me = weakref.ref(self)  # the epochs must not keep the client, and so the engine, alive
+        self._epochs.count = lambda request: 0 if (client := me()) is None else client._count(request)
         super().__init__(vllm_config, *args, **kwargs)
 
     # Requests
@@ -76,13 +79,16 @@ class AlignedClient(Client):
         super().add_request(request)
 
     async def add_request_async(self, request) -> None:
-        while not self._settled.is_set() or self._untold():
-            await self._settled.wait()
-            await self._tell_async()
-        if (reason := self._epochs.refusal()) is not None:  # since the front end has accepted the request
+        try:
+            while not self._settled.is_set() or self._untold():
+                await self._settled.wait()
+                await self._tell_async()
+            if (reason := self._epochs.refusal()) is not None:  # since the front end has accepted the request
+                raise RefusedRequest(reason)
+        except BaseException:
             ended = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
             self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=[ended]))  # the front end forgets it
-            raise RefusedRequest(reason)
+            raise
         self._add(request)
         await super().add_request_async(request)
 
@@ -101,8 +107,12 @@ class AlignedClient(Client):
     # Outputs
 
     def get_output(self):
+        self._tell()  # of changes that a worker of this process made between two steps
         if self._read:
-            return self._read.pop(0)
+            outputs = self._read.pop(0)
+            if outputs.wave_complete is not None:  # as vLLM's get_output
+                self.engines_running = False
+            return outputs
         outputs = super().get_output()
         self._epochs.arrived(outputs.outputs)
         return outputs
@@ -124,26 +134,31 @@ class AlignedClient(Client):
         if inherited is not None:  # a static method
             await inherited(self, outputs)
 
-    def count_by(self, processor) -> None:
-        """Count tokens by the engine's `OutputProcessor`."""
-        self._processor = processor
+    def count_by(self, engine) -> None:
+        """Count tokens by an `LLMEngine` or `AsyncLLM`, which owns this client."""
+        self._engine = weakref.ref(engine)
 
     @relies_on("v1/engine/output_processor.py:OutputProcessor.__init__", mentions="request_states")
-    @relies_on(
-        "v1/engine/output_processor.py:RequestState.make_request_output", mentions="detokenizer num_output_tokens"
-    )
+    @relies_on("v1/engine/output_processor.py:RequestState.make_request_output", mentions="num_output_tokens")
     def _count(self, request: str) -> int:
         """Return the number of a request's tokens that have arrived. The front end has processed all but `_read`."""
-        state = None if self._processor is None else self._processor.request_states.get(request)
+        engine = self._engine()
+        state = None if engine is None else engine.output_processor.request_states.get(request)
         processed = 0 if state is None or state.detokenizer is None else state.detokenizer.num_output_tokens()
         unread = (each for outputs in self._read for each in outputs.outputs if each.request_id == request)
         return processed + sum(len(each.new_token_ids) for each in unread)
 
+    def _reads_outputs(self) -> bool:
+        """Return whether the front end of an `AsyncLLM` goes on to process outputs."""
+        engine = self._engine()
+        handler = None if engine is None else engine.output_handler
+        return handler is not None and not handler.done() and not self._ended
+
     async def _process_outputs(self) -> None:
         """Wait until the front end has processed the outputs of requests in flight, so that `_count` is right."""
-        if self._processor is None or not self._epochs.paused:
-            return
-        while self._epochs.running and not self._ended and not (self._processed and self.outputs_queue.empty()):
+        while self._epochs.paused and self._epochs.running and self._reads_outputs():
+            if self._processed and self.outputs_queue.empty():
+                return
             await asyncio.sleep(0.001)
 
     # Calls that may change the weights
@@ -170,29 +185,33 @@ class AlignedClient(Client):
             await self._tell_async()
 
     def wake_up(self, tags=None):
+        self._check_wake_up(tags)
         with self._change("wake_up") if self._asleep else contextlib.nullcontext():
+            before = self._steps_may_run()
             awake = super().wake_up(tags)
-        self._woken(tags, awake)
+        self._woken(tags, awake, before)
         self._tell()
         return awake
 
     async def wake_up_async(self, tags=None):
         await self._process_outputs()
+        self._check_wake_up(tags)
         with self._change("wake_up") if self._asleep else contextlib.nullcontext():
+            before = self._steps_may_run()
             awake = await super().wake_up_async(tags)
-        self._woken(tags, awake)
+        self._woken(tags, awake, before)
         await self._tell_async()
         return awake
 
     @contextlib.contextmanager
     def _change(self, what: str) -> Iterator[None]:
         """Count the block as a change of the weights, and hold back requests meanwhile."""
+        self._read_queue()
         if (reason := self._epochs.why_not(what, config.mixed_updates)) is not None:
             raise RefusedRequest(reason)
         queued = getattr(getattr(self, "engine_core", None), "batch_queue", None)
         if queued and self._epochs.keeps_cache():  # a step of this process ran before the change, unlike its outputs
             raise RefusedRequest(f"{what}: must not change weights before the outputs of the last step have been read")
-        self._read_queue()
         self._epochs.change()
         with self._holding():
             try:
@@ -235,22 +254,29 @@ class AlignedClient(Client):
     def _tell(self) -> None:
         """Tell the workers the epoch, and learn whether the weights are those of one model."""
         if self._untold():
-            self._epochs.told = self._epochs.epoch
-            self._learn(super().collective_rpc("alignkit_epoch", None, self._news()))
-            if not self._versioned and hasattr(super(), "set_weight_version"):
-                super().set_weight_version(self._version())
+            with self._telling() as news:
+                self._learn(super().collective_rpc("alignkit_epoch", None, news))
+                if not self._versioned and hasattr(super(), "set_weight_version"):
+                    super().set_weight_version(self._version())
 
     async def _tell_async(self) -> None:
         if self._untold():
-            self._epochs.told = self._epochs.epoch
-            with self._holding():  # until it is known whether the weights are whole
-                self._learn(await super().collective_rpc_async("alignkit_epoch", None, self._news()))
-            if not self._versioned and hasattr(super(), "set_weight_version_async"):
-                await super().set_weight_version_async(self._version())
+            with self._holding(), self._telling() as news:  # until it is known whether the weights are whole
+                self._learn(await super().collective_rpc_async("alignkit_epoch", None, news))
+                if not self._versioned and hasattr(super(), "set_weight_version_async"):
+                    await super().set_weight_version_async(self._version())
 
-    def _news(self) -> tuple:
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[tuple]:
+        """Yield the news for the workers; they are told again if the block fails or is cancelled."""
         failed, self._failed = self._failed, None
-        return self._epochs.epoch, config.mixed_updates, failed
+        self._epochs.told = self._epochs.epoch
+        try:
+            yield self._epochs.epoch, config.mixed_updates, failed
+        except BaseException:
+            self._epochs.told = None
+            self._failed = self._failed or failed
+            raise
 
     def _learn(self, problems: list) -> None:
         self._epochs.problem = next(filter(None, problems), None)
@@ -266,60 +292,96 @@ class AlignedClient(Client):
         self._versioned = True
         await super().set_weight_version_async(weight_version)
 
-    # Pauses
+    # Pauses. A pause counts once its answer has arrived, unless a later call has resumed or paused meanwhile.
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        turn = self._pauses(mode)
         super().sleep(level, mode)
-        self._slept(level)
-        if mode == "abort":
+        self._read_queue()
+        if mode == "abort" and hasattr(self, "engine_core"):
             self._epochs.forget(list(self._epochs.running))  # an engine in this process sends no outputs for them
+        self._slept(level)
+        self._pause(level >= 1, turn)
         self._tell()
 
     async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
+        turn = self._pauses(mode)
         await super().sleep_async(level, mode)
-        await self._paused(cleared=False)
         self._slept(level)
+        with self._holding():
+            await self._paused(level >= 1, turn)
         await self._tell_async()
 
     def _slept(self, level: int) -> None:
         self._asleep |= level >= 1
-        self._epochs.pause(cleared=level >= 1)
         self._epochs.told = None
 
-    def _woken(self, tags, awake: bool | None) -> None:
-        # vLLM resumes steps once all memory is resident again; before 0.27 it does not return whether it has.
-        if awake or (awake is None and (not tags or "kv_cache" in tags or "scheduling" in tags)):
-            self._asleep = False
+    def _pauses(self, mode: str) -> int:
+        """Return the number of a call that pauses. With the mode "wait", steps run until it answers."""
+        if mode == "wait":
             self._epochs.resume()
+        self._turn += 1
+        return self._turn
+
+    def _pause(self, cleared: bool, turn: int) -> None:
+        """Note the pause of call `turn`, unless a later call has paused or resumed."""
+        if turn == self._turn:
+            self._epochs.pause(cleared)
+
+    def _steps_may_run(self) -> tuple[bool, bool, int]:
+        """Note that steps may run from now on; return the state before."""
+        before = self._epochs.paused, self._epochs.cleared
+        self._turn += 1
+        self._epochs.resume()
+        return *before, self._turn
+
+    def _check_wake_up(self, tags) -> None:
+        """Reject a wake-up that would run steps with weights that are those of no model."""
+        if _resumes(tags) and self._asleep and self._epochs.problem is not None and self._epochs.running:
+            raise RefusedRequest(f"wake_up: {self._epochs.problem}. Wake the weights first: wake_up(tags=['weights'])")
+
+    def _woken(self, tags, awake: bool | None, before: tuple[bool, bool, int]) -> None:
+        # vLLM resumes steps once all memory is resident again; before 0.27 it does not return whether it has.
+        if awake or (awake is None and _resumes(tags)):
+            self._asleep = False
+            return
+        paused, cleared, turn = before
+        if paused:
+            self._pause(cleared, turn)
 
     async def pause_scheduler_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        turn = self._pauses(mode)
         await super().pause_scheduler_async(mode, clear_cache)
-        await self._paused(clear_cache)
+        await self._paused(clear_cache, turn)
 
     async def pause_generation_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        turn = self._pauses(mode)
         await super().pause_generation_async(mode, clear_cache)
-        await self._paused(clear_cache)
+        await self._paused(clear_cache, turn)
 
-    async def _paused(self, cleared: bool) -> None:
-        self._epochs.pause(cleared=False)
+    async def _paused(self, cleared: bool, turn: int) -> None:
+        self._pause(False, turn)
         await self._process_outputs()
-        self._epochs.pause(cleared)
+        self._pause(cleared, turn)
 
     async def resume_scheduler_async(self) -> None:
+        await self._settled.wait()
         await self._tell_async()
         if self._epochs.problem is not None and self._epochs.running:
             raise RefusedRequest(f"resume_generation: {self._epochs.problem}")
-        self._epochs.resume()
+        self._steps_may_run()
         await super().resume_scheduler_async()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         done = super().reset_prefix_cache(reset_running_requests, reset_connector)
-        return self._reset(done, reset_running_requests)
+        self._read_queue()
+        return self._reset(done, reset_running_requests and self._epochs.paused)
 
     async def reset_prefix_cache_async(self, reset_running_requests=False, reset_connector=False) -> bool:
+        paused, turn = self._epochs.paused, self._turn
         done = await super().reset_prefix_cache_async(reset_running_requests, reset_connector)
         await self._process_outputs()
-        return self._reset(done, reset_running_requests)
+        return self._reset(done, reset_running_requests and paused and turn == self._turn)
 
     def _reset(self, done: bool, running: bool) -> bool:
         if done and running:
@@ -328,15 +390,15 @@ class AlignedClient(Client):
 
 
 @relies_on("v1/engine/llm_engine.py:LLMEngine.__init__", mentions="engine_core output_processor")
-@relies_on("v1/engine/async_llm.py:AsyncLLM.__init__", mentions="engine_core output_processor")
+@relies_on("v1/engine/async_llm.py:AsyncLLM.__init__", mentions="engine_core output_processor output_handler")
 def counting(init):
-    """Wrap the constructor of vLLM's engines to give the client the `OutputProcessor`, which counts tokens."""
+    """Wrap the constructor of vLLM's engines to let the client count tokens."""
 
     @functools.wraps(init)
     def construct(self, *args, **kwargs) -> None:
         init(self, *args, **kwargs)
         if isinstance(self.engine_core, AlignedClient):
-            self.engine_core.count_by(self.output_processor)
+            self.engine_core.count_by(self)
 
     return construct
 
@@ -344,6 +406,11 @@ def counting(init):
 def aligned(cls: type) -> type:
     """Return the aligned client that derives from one of vLLM's client classes."""
     return type(cls.__name__, (AlignedClient, cls), {"__module__": cls.__module__})
+
+
+def _resumes(tags) -> bool:
+    """Return whether a wake-up with these tags can end the sleep, after which steps run."""
+    return not tags or "kv_cache" in tags or "scheduling" in tags
 
 
 def _name(method: Any) -> str:

@@ -120,6 +120,11 @@ class Epochs:
         """True while no step runs."""
         return self._paused
 
+    @property
+    def cleared(self) -> bool:
+        """True while no step runs and no request in flight has a KV cache."""
+        return self._cleared
+
     def pause(self, cleared: bool) -> None:
         """Note that no step runs. cleared: the KV cache was cleared too, also that of the requests in flight."""
         self._paused = True
@@ -164,9 +169,9 @@ class Epochs:
             self.running.pop(request, None)
             self.finished.pop(request, None)
 
-    def take(self, request: str) -> Tokens | None:
-        """Return the tokens of a finished request, or None if this engine does not have it."""
-        return self.finished.pop(request, None) or self.running.get(request)
+    def of_request(self, request: str) -> Tokens | None:
+        """Return the tokens of a request that has finished or runs, or None if this engine does not have it."""
+        return self.finished.get(request) or self.running.get(request)
 
 
 def token_epochs(output) -> dict[int, list[int]]:
@@ -210,6 +215,9 @@ def of(config) -> Epochs:
 
 
 def holder(request: str) -> tuple[Epochs, Tokens] | None:
-    """Return the engine that has a finished request and the request's tokens; None if no engine or several have it."""
-    found = [(engine, tokens) for engine in _ENGINES.values() if (tokens := engine.take(request))]
-    return found[0] if len(found) == 1 else None
+    """Take a finished request: return its engine and tokens, or None if no engine or several have it."""
+    found = [(engine, tokens) for engine in _ENGINES.values() if (tokens := engine.of_request(request))]
+    if len(found) != 1:
+        return None
+    found[0][0].finished.pop(request, None)
+    return found[0]

@@ -31,6 +31,12 @@ class AlignedInputProcessor(InputProcessor):
         self._epochs = epochs.started(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
+    @replaces(accepts="resumable")
+    def process_inputs(self, *args, resumable: bool = False, **kwargs):
+        if resumable:  # vLLM keeps the KV cache of a stream between its inputs, beside requests in flight
+            raise RefusedRequest("prompt: must be one prompt, got a stream of inputs. Send a request for each input")
+        return super().process_inputs(*args, **kwargs)
+
     @replaces(accepts="params supported_tasks")
     def _validate_params(self, params, *args, **kwargs):
         if (reason := self._epochs.refusal()) is not None:
@@ -89,7 +95,7 @@ def with_epochs(new_request_output):
     def new(self, external_req_id, outputs, *args, **kwargs):
         output = new_request_output(self, external_req_id, outputs, *args, **kwargs)
         engine, completions = vars(self.parent_req or self).get("alignkit_epochs", (None, {}))
-        if engine is not None and any(each.finish_reason is not None for each in outputs):
+        if engine is not None and any(each is not None and each.finish_reason is not None for each in outputs):
             known = {str(epoch): engine.weights.get(epoch) for spans in completions.values() for _, epoch in spans}
             output.kv_transfer_params = {
                 **(output.kv_transfer_params or {}),

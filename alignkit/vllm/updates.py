@@ -64,13 +64,13 @@ class Updates:
             raise UnsupportedError(
                 "vLLM engine: must get its requests from a process that patch_vllm() has patched, got one that is not"
             )
-        if self.touched and scheduled.scheduled_new_reqs:
+        again = scheduled.scheduled_cached_reqs
+        if self.touched and (scheduled.scheduled_new_reqs or again.resumed_req_ids):
             raise UnsupportedError(
                 "weights: must be changed by calls of the engine, such as collective_rpc, whose workers are in other "
                 "processes: otherwise cached prefixes of the old weights would be used"
             )
         if self._stale:
-            again = scheduled.scheduled_cached_reqs
             new = [request.req_id for request in scheduled.scheduled_new_reqs]
             self._stale.difference_update(scheduled.finished_req_ids, again.resumed_req_ids, new)
             if not self._mixed and (stale := self._stale.intersection(again.req_ids)):

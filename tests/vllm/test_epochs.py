@@ -5,6 +5,7 @@ The engines run in process; the soak starts an `AsyncLLM` with its own engine pr
 
 import asyncio
 import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +40,8 @@ def test_tokens_have_the_epoch_in_which_they_arrived():
     epochs.change()
     epochs.resume()
     arrive(epochs, 1, finished=True)
-    assert epochs.running == {} and epochs.take("a").epochs(3) == [3, 3, 5] and epochs.take("a") is None
+    assert epochs.running == {} and epochs.of_request("a") is epochs.finished["a"]
+    assert epochs.finished["a"].epochs(3) == [3, 3, 5]
 
 
 def test_a_kept_kv_cache_makes_tokens_mixed_until_it_is_cleared():
@@ -128,6 +130,14 @@ class SlowClient:
         return [None]
 
 
+@dataclass
+class Engine:
+    """The parts of an `AsyncLLM` that its client reads. Unlike a SimpleNamespace it can be referenced weakly."""
+
+    output_processor: SimpleNamespace
+    output_handler: asyncio.Task | None = None
+
+
 def test_a_change_waits_until_the_front_end_has_processed_the_tokens_before_it(vllm_process):
     assert vllm_process()(_change_behind_a_slow_front_end) == ([1, 2, 3, 4, 5], [(0, 0), (5, 2)])
 
@@ -139,7 +149,8 @@ def _change_behind_a_slow_front_end(_):
         config, processed = object(), []
         slow = client.aligned(SlowClient)(config)
         state = SimpleNamespace(detokenizer=SimpleNamespace(num_output_tokens=lambda: len(processed)))
-        slow.count_by(SimpleNamespace(request_states={"a": state}))
+        engine = Engine(SimpleNamespace(request_states={"a": state}))
+        slow.count_by(engine)
         of(config).add("a")
 
         async def front_end():
@@ -148,7 +159,7 @@ def _change_behind_a_slow_front_end(_):
                 await asyncio.sleep(0.02)
                 processed.extend(outputs)
 
-        task = asyncio.ensure_future(front_end())
+        engine.output_handler = task = asyncio.ensure_future(front_end())
         for tokens in ([1, 2], [3], [4, 5]):
             slow.outputs_queue.put_nowait(tokens)
         await slow.pause_scheduler_async("keep", True)
