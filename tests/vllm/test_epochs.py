@@ -124,10 +124,75 @@ class SlowClient:
         return await self.outputs_queue.get()
 
     async def pause_scheduler_async(self, mode, clear_cache) -> None:
+        if mode == "wait":
+            await asyncio.sleep(0.05)
+
+    async def resume_scheduler_async(self) -> None:
         pass
 
+    async def sleep_async(self, level, mode) -> None:
+        pass
+
+    async def wake_up_async(self, tags) -> bool:
+        await asyncio.sleep(0.05)
+        return True
+
     async def collective_rpc_async(self, method, timeout=None, args=(), kwargs=None):
-        return [None]
+        await asyncio.sleep(0.01)
+        return ["load_some: failed"] if kwargs is None and args and args[-1] == "load_some" else [None]
+
+
+def test_calls_that_overlap_or_are_cancelled(vllm_process):
+    """No pause is noted that has ended meanwhile, and no news is lost."""
+    vllm_process()(_overlapping_calls)
+
+
+def _overlapping_calls(_):
+    from alignkit.vllm import client
+
+    async def cancelled(call, after):
+        task = asyncio.ensure_future(call)
+        await asyncio.sleep(after)
+        task.cancel()
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(result, asyncio.CancelledError)
+
+    async def run():
+        config = object()
+        slow, epochs = client.aligned(SlowClient)(config), of(config)
+        await slow.collective_rpc_async("check_health")
+        pause = asyncio.ensure_future(slow.pause_scheduler_async("wait", True))
+        await asyncio.sleep(0)
+        await slow.resume_scheduler_async()
+        await pause
+        assert not epochs.paused, "it has been resumed before it paused"
+        await slow.sleep_async(1, "keep")
+        assert epochs.paused and epochs.cleared
+        await cancelled(slow.wake_up_async(), 0.02)
+        assert not epochs.paused, "steps may run"
+        await slow.wake_up_async()
+        await slow.pause_scheduler_async("keep", True)
+        await slow.pause_scheduler_async("wait", False)
+        assert epochs.paused and not epochs.cleared, "steps ran until it answered"
+        await slow.resume_scheduler_async()
+        slow._failed, epochs.told = "load_some", None
+        await cancelled(slow._tell_async(), 0.005)
+        await slow._tell_async()
+        assert epochs.problem == "load_some: failed", "the news is told again"
+        epochs.problem = None
+        request = SimpleNamespace(request_id="b", cache_salt=None)
+        slow._settled.clear()  # as within an update
+        await cancelled(slow.add_request_async(request), 0.005)
+        assert slow.outputs_queue.get_nowait().outputs[0].request_id == "b", "the front end forgets it"
+        handler = asyncio.ensure_future(asyncio.sleep(0))
+        await handler
+        engine = Engine(SimpleNamespace(request_states={}), handler)
+        slow.count_by(engine)
+        epochs.add("c")
+        slow.outputs_queue.put_nowait(None)
+        await asyncio.wait_for(slow.pause_scheduler_async("keep", True), 5)  # nothing processes outputs any more
+
+    asyncio.run(run())
 
 
 @dataclass
@@ -341,6 +406,39 @@ def _update_between_steps(state, path):
             error = str(caught.value)
     (completion,) = done[0].outputs
     return error, [[step[t].logprob for t, step in zip(completion.token_ids, completion.logprobs, strict=True)]]
+
+
+def test_weights_that_change_between_the_steps_of_preempted_requests(engine, checkpoint):
+    assert engine(_load_between_steps, checkpoint(seed=5)) == [0, 0, 0, -1, -1, -1, -1, -1]
+    engine(by_reload, checkpoint())
+
+
+def _load_between_steps(state, path):
+    from vllm import SamplingParams
+
+    engine, done, steps = state.llm.llm_engine, [], 0
+    first = engine.engine_core._epochs.epoch
+    params = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, seed=1)
+    engine.add_request("preempted", {"prompt_token_ids": PROMPT}, params)
+    while not done:
+        done, steps = [output for output in engine.step() if output.finished], steps + 1
+        if steps == 3:
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+            by_the_model(state, path)
+    return [epoch - first * (epoch != MIXED) for epoch in token_epochs(done[0])[0]]
+
+
+def test_a_stream_of_inputs_is_rejected(engine):
+    with pytest.raises(UnsupportedError, match="^prompt: must be one prompt, got a stream of inputs"):
+        engine(_stream)
+
+
+def _stream(state):
+    from vllm import SamplingParams
+
+    state.llm.llm_engine.input_processor.process_inputs(
+        "a", {"prompt_token_ids": [1]}, SamplingParams(), resumable=True
+    )
 
 
 def test_outputs_of_other_engines_have_no_epochs():

@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -114,6 +115,17 @@ def test_half_a_checkpoint_is_rejected_until_a_whole_one_is_loaded(engine, check
         engine(reload_path, checkpoint(seed=5))
         assert engine(logprobs) == other
     engine(reload_path, checkpoint())
+
+
+def test_an_engine_is_freed_with_its_last_reference(engine):
+    """A cycle of references would keep its memory for good, because vLLM freezes the objects of a new engine."""
+    assert engine(_free)
+
+
+def _free(state):
+    client = weakref.ref(state.llm.llm_engine.engine_core)
+    state.llm = None
+    return client() is None
 
 
 @pytest.fixture
