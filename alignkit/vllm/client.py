@@ -107,10 +107,10 @@ class AlignedClient(Client):
     # Outputs
 
     def get_output(self):
-        self._tell()  # of changes that a worker of this process made between two steps
+        self._tell()  # there may be changes that a worker of this process made between two steps
         if self._read:
             outputs = self._read.pop(0)
-            if outputs.wave_complete is not None:  # as vLLM's get_output
+            if outputs.wave_complete is not None:  # vLLM does the same
                 self.engines_running = False
             return outputs
         outputs = super().get_output()

@@ -181,7 +181,7 @@ def _overlapping_calls(_):
         assert epochs.problem == "load_some: failed", "the news is told again"
         epochs.problem = None
         request = SimpleNamespace(request_id="b", cache_salt=None)
-        slow._settled.clear()  # as within an update
+        slow._settled.clear()  # an update runs
         await cancelled(slow.add_request_async(request), 0.005)
         assert slow.outputs_queue.get_nowait().outputs[0].request_id == "b", "the front end forgets it"
         handler = asyncio.ensure_future(asyncio.sleep(0))
