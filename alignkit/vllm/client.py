@@ -107,7 +107,7 @@ class AlignedClient(Client):
     # Outputs
 
     def get_output(self):
-        self._tell()  # there may be changes that a worker of this process made between two steps
+        self._tell()  # a worker of this process may have changed its weights between two steps
         if self._read:
             outputs = self._read.pop(0)
             if outputs.wave_complete is not None:  # vLLM does the same
