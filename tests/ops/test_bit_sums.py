@@ -22,10 +22,10 @@ def test_each_tensor_has_the_sums_that_it_has_alone(dtype, first):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda x: x[:3], r"x\[1\]: must have the shape, stride and dtype of x\[0\], \(4, 8\)"),
-        (lambda x: x.t().contiguous().t(), r"x\[1\]: must have the shape, stride"),
-        (lambda x: x.half(), r"x\[1\]: must have .* got .* torch.float16"),
-        (lambda x: x[0], r"x\[1\]: expected 2 dimensions"),
+        (lambda x: x[:3], r"x: tensor 1: must have the shape, stride and dtype of tensor 0, \(4, 8\)"),
+        (lambda x: x.t().contiguous().t(), r"x: tensor 1: must have the shape, stride"),
+        (lambda x: x.half(), r"x: tensor 1: must have .* got .* torch.float16"),
+        (lambda x: x[0], r"x: tensor 1: expected 2 dimensions"),
     ],
     ids=["shape", "stride", "dtype", "dimensions"],
 )

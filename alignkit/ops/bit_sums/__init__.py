@@ -6,8 +6,6 @@ Public: `bit_sums` (docs/api/ops.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ...errors import InputError
@@ -17,7 +15,7 @@ from .._common import WITH_FP16, check_device, check_same_device, check_tensor
 
 
 @op
-def bit_sums(x: torch.Tensor | Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+def bit_sums(x: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...], weights: torch.Tensor) -> torch.Tensor:
     """Return ``sum over j of bits(x[r, j]) * weights[j]`` modulo 2^64 for each row r.
 
     Args:
@@ -31,18 +29,19 @@ def bit_sums(x: torch.Tensor | Sequence[torch.Tensor], weights: torch.Tensor) ->
     Raises:
         InputError: a shape, dtype or device is invalid.
     """
-    tensors = [x] if isinstance(x, torch.Tensor) else list(x)
+    several = isinstance(x, list | tuple)
+    tensors = list(x) if several else [x]
     if not tensors:
         raise InputError("x: must be one tensor or more, got none")
     first = tensors[0]
     for i, tensor in enumerate(tensors):
-        name = "x" if isinstance(x, torch.Tensor) else f"x[{i}]"
+        name = f"x: tensor {i}" if several else "x"
         check_tensor(name, tensor, 2, WITH_FP16)
         check_device(name, tensor)
-        check_same_device(name, tensor, "x[0]", first)
+        check_same_device(name, tensor, "tensor 0", first)
         if (tensor.shape, tensor.dtype, tensor.stride()) != (first.shape, first.dtype, first.stride()):
             raise InputError(
-                f"{name}: must have the shape, stride and dtype of x[0], {tuple(first.shape)}, {first.stride()} and "
+                f"{name}: must have the shape, stride and dtype of tensor 0, {tuple(first.shape)}, {first.stride()} and "
                 f"{first.dtype}, got {tuple(tensor.shape)}, {tensor.stride()} and {tensor.dtype}"
             )
     check_tensor("weights", weights, 1, (torch.int64,))
@@ -52,4 +51,4 @@ def bit_sums(x: torch.Tensor | Sequence[torch.Tensor], weights: torch.Tensor) ->
     of_size = {2: torch.int16, 4: torch.int32}[first.element_size()]
     bits = [(t if t.stride(1) == 1 else t.contiguous()).detach().view(of_size) for t in tensors]
     sums = dispatch.select("bit_sums", first.device).sums(bits, weights.contiguous())
-    return sums[0] if isinstance(x, torch.Tensor) else sums
+    return sums if several else sums[0]
