@@ -41,8 +41,8 @@ def bit_sums(x: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...], we
         check_same_device(name, tensor, "tensor 0", first)
         if (tensor.shape, tensor.dtype, tensor.stride()) != (first.shape, first.dtype, first.stride()):
             raise InputError(
-                f"{name}: must have the shape, stride and dtype of tensor 0, {tuple(first.shape)}, {first.stride()} and "
-                f"{first.dtype}, got {tuple(tensor.shape)}, {tensor.stride()} and {tensor.dtype}"
+                f"{name}: must have the shape, stride and dtype of tensor 0, {tuple(first.shape)}, {first.stride()} "
+                f"and {first.dtype}, got {tuple(tensor.shape)}, {tensor.stride()} and {tensor.dtype}"
             )
     check_tensor("weights", weights, 1, (torch.int64,))
     check_same_device("weights", weights, "x", first)
