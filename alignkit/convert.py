@@ -200,9 +200,8 @@ def shard_runs(
         rank: Tensor-parallel rank.
         size: Tensor-parallel size.
     """
-    first = list(
-        itertools.accumulate((rows + 1 for rows in sizes), initial=1)
-    )  # 0 marks padding; gaps separate tensors
+    # 0 marks padding. A number between two tensors belongs to neither.
+    first = list(itertools.accumulate((rows + 1 for rows in sizes), initial=1))
     numbers = [torch.arange(start, start + rows) for start, rows in zip(first, sizes, strict=False)]
     held = numbers[0] if sharding == "columns" else _shard(arch, sharding, numbers, rank, size)
     rows = held[held > 0]

@@ -64,7 +64,7 @@ class AlignedClient(Client):
         self._settled = asyncio.Event()
         self._settled.set()
         self._read: list = []  # outputs of a synchronous client that arrived before a change
-        self._processed = self._ended = False
+        self._processed = False
         self._turn = 0  # number of the last call that pauses or resumes
         self._engine: Callable[[], Any] = lambda: None
         me = weakref.ref(self)  # the epochs must not keep the client, and so the engine, alive
@@ -119,11 +119,7 @@ class AlignedClient(Client):
 
     async def get_output_async(self):
         self._processed = True  # vLLM asks for outputs after it has processed the ones before
-        try:
-            outputs = await super().get_output_async()
-        except BaseException:
-            self._ended = True
-            raise
+        outputs = await super().get_output_async()
         self._processed = False
         return outputs
 
@@ -152,7 +148,7 @@ class AlignedClient(Client):
         """Return whether the front end of an `AsyncLLM` goes on to process outputs."""
         engine = self._engine()
         handler = None if engine is None else engine.output_handler
-        return handler is not None and not handler.done() and not self._ended
+        return handler is not None and not handler.done()
 
     async def _process_outputs(self) -> None:
         """Wait until the front end has processed the outputs of requests in flight, so that `_count` is right."""

@@ -61,7 +61,8 @@ class Epochs:
     before the first. problem: why the weights are those of no model, or None. stopped: why the engine cannot go on, or
     None. local: changes that a worker in this process made, whether or not the client called it. running: requests sent
     to the engine. finished: requests whose last output has not been read yet. weights: digests of fingerprints by
-    epoch, as far as they were computed. count: returns the number of a request's tokens that have arrived.
+    epoch, as far as they were computed. count: returns the number of a request's tokens that have arrived. paused: no
+    step runs. cleared: no step runs, and no request in flight has a KV cache.
     """
 
     epoch: int = 0
@@ -73,9 +74,9 @@ class Epochs:
     finished: dict[str, Tokens] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     count: Callable[[str], int] = lambda request: 0
+    paused: bool = False
+    cleared: bool = False
     _seen: int = 0
-    _paused: bool = False
-    _cleared: bool = False
 
     def refusal(self) -> str | None:
         """Return why no request can be added, or None."""
@@ -85,9 +86,9 @@ class Epochs:
 
     def why_not(self, what: str, mixed: bool) -> str | None:
         """Return why the weights must not change now, or None. mixed: the user asks for tokens of several epochs."""
-        if not self.running or (self._paused and (self._cleared or mixed)):
+        if not self.running or (self.paused and (self.cleared or mixed)):
             return None
-        state = "paused without clearing it" if self._paused else "not paused"
+        state = "paused without clearing it" if self.paused else "not paused"
         return (
             f"{what}: must not change weights with requests in flight, whose KV cache would mix two models, got "
             f"{len(self.running)} requests, {state}. Wait for them, abort them, or call pause_generation(mode='keep', "
@@ -96,7 +97,7 @@ class Epochs:
 
     def keeps_cache(self) -> bool:
         """Return whether requests in flight would go on with a KV cache of older weights after a change."""
-        return bool(self.running) and not self._cleared
+        return bool(self.running) and not self.cleared
 
     def change(self) -> None:
         """Count a change of the weights."""
@@ -115,33 +116,23 @@ class Epochs:
             self.changed()
             self.change()
 
-    @property
-    def paused(self) -> bool:
-        """True while no step runs."""
-        return self._paused
-
-    @property
-    def cleared(self) -> bool:
-        """True while no step runs and no request in flight has a KV cache."""
-        return self._cleared
-
     def pause(self, cleared: bool) -> None:
         """Note that no step runs. cleared: the KV cache was cleared too, also that of the requests in flight."""
-        self._paused = True
+        self.paused = True
         if cleared:
             self.clear()
 
     def clear(self) -> None:
         """Note that the KV cache was cleared, also that of the requests in flight."""
-        self._cleared = self._paused
-        if self._paused:  # otherwise tokens are on their way, and stay mixed
+        self.cleared = self.paused
+        if self.paused:  # otherwise tokens are on their way, and stay mixed
             for request, tokens in self.running.items():
                 if tokens.spans[-1][1] == MIXED:
                     tokens.begin(self.epoch, self.count(request))
 
     def resume(self) -> None:
         """Note that steps run."""
-        self._paused = self._cleared = False
+        self.paused = self.cleared = False
 
     def salt(self, given: str | None) -> str | None:
         """Return the salt of a request's cached prefixes, which no other epoch shares. given: the user's salt."""

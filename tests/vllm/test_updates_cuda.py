@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import alignkit
 from alignkit.errors import UnsupportedError
+from tests.vllm import soak
 from tests.vllm.concurrent_engines import concurrent_engines
 from tests.vllm.test_epochs import by_apply_model, by_extension, by_reload, by_the_model, epochs_of, outputs, status
 
@@ -31,12 +32,7 @@ if importlib.util.find_spec("ray"):  # vLLM's IPC engine imports it
     ENGINES["transfer"] = (SEPARATE | SERIALIZE, {"weight_transfer_config": {"backend": "ipc"}}, 0)
 
 
-class Extension:
-    """Methods that vLLM adds to the workers, as frameworks do."""
-
-    def load_files(self, path: str) -> None:
-        self.model_runner.get_model().load_weights(load_file(f"{path}/model.safetensors").items())
-
+class Extension(soak.Extension):
     def load_handles(self, handles: dict) -> None:
         """Load tensors from another process's GPU memory, by the arguments of `rebuild_cuda_tensor`."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor

@@ -15,6 +15,7 @@ import torch
 from alignkit.ops import golden, trials
 from alignkit.ops.registry import RECORDS
 from alignkit.runtime import built, dispatch, native, validated
+from alignkit.testing import bitwise_equal
 
 
 def main(device: str, backend: str, library: str, wanted: list[str]) -> dict[str, list[str]]:
@@ -42,10 +43,8 @@ def main(device: str, backend: str, library: str, wanted: list[str]) -> dict[str
                             continue
                         assert got is not None and want is not None, f"{op}/{kernel.name}: not selected for {case[0]!r}"
                         key = f"trial {op}/{kernel.name} {str(case[1]).removeprefix('torch.')}"
-                        found.setdefault(key, []).extend(
-                            str(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
-                            for a, b in zip(got, want, strict=True)
-                        )
+                        equal = [str(bitwise_equal(a, b)) for a, b in zip(got, want, strict=True)]
+                        found.setdefault(key, []).extend(equal)
     return found
 
 
