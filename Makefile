@@ -1,4 +1,5 @@
 # make check: the drift check on this machine's CPU.  make test: the tests.  make test-slow: the slowest tests.
+# make test-matrix: the other versions, models and mutations.
 # make lint: ruff, pyright, spelling and wording.  make docs: the documentation site.  make tables: its generated tables.
 # These targets set up .venv first.  The gpu-* targets and make kernels use the installed python3 instead.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3; do \
@@ -21,15 +22,16 @@ FRAMEWORKS = build/frameworks-py$(VERSION)
 FIGURES = rms qk attention matmul logp moe gdn where-drift cost long identity
 BENCHMARKS = $(FIGURES) tree-sum e2e versions verl test sanitize
 
-.PHONY: check test test-slow lint docs fuzz soak mutations gpu-mutations $(BENCHMARKS:%=gpu-%) gpu-check gpu-figures kernels setup tables screenshots clean
+.PHONY: check test test-slow test-matrix lint docs fuzz soak mutations gpu-mutations $(BENCHMARKS:%=gpu-%) gpu-check gpu-figures kernels setup tables screenshots clean
 check: setup
 	$(VENV)/bin/alignkit check $(CHECK_ARGS)
 
-test: SLOW = not slow
-test-slow: SLOW = slow
-test test-slow: setup $(ENGINES)/.fetched $(FRAMEWORKS)/.fetched
+test: MARKS = not slow and not matrix
+test-slow: MARKS = slow and not matrix
+test-matrix: MARKS = matrix
+test test-slow test-matrix: setup $(ENGINES)/.fetched $(FRAMEWORKS)/.fetched
 	ALIGNKIT_WHEELS=$(CURDIR)/$(ENGINES) ALIGNKIT_FRAMEWORKS=$(CURDIR)/$(FRAMEWORKS) $(VENV)/bin/python -m pytest \
-	  -n $(TEST_JOBS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "$(SLOW)" $(TEST_ARGS)
+	  -n $(TEST_JOBS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "$(MARKS)" $(TEST_ARGS)
 
 # Errors, layout, types, spelling and wording. `.venv/bin/ruff check --fix` and `.venv/bin/ruff format` fix most findings.
 lint: setup

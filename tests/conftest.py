@@ -1,8 +1,9 @@
 """Fixtures shared by all tests, and markers of tests by file and fixture.
 
-`make test` runs the tests without the mark `slow`, `make test-slow` the others, both on a CPU. `make gpu-test` runs the
-files `*_cuda.py` and all of tests/ops, where ALIGNKIT_TEST_DEVICE selects the device. Names that end in `_on_cpu.py` or
-`_interpreted.py` mark GPU kernels that run on a CPU. Tests that need missing hardware or packages are skipped.
+`make test` runs the tests without the marks `slow` and `matrix`; `make test-slow` and `make test-matrix` run the rest,
+all on a CPU. `make gpu-test` runs the files `*_cuda.py` and all of tests/ops, where ALIGNKIT_TEST_DEVICE selects the
+device. Names that end in `_on_cpu.py` or `_interpreted.py` mark GPU kernels that run on a CPU. Tests that need missing
+hardware or packages are skipped.
 
 The tuples below hold paths relative to tests/: renaming a file changes them and SUITES of benchmarks/gpu_tests.py.
 """
@@ -76,6 +77,8 @@ SEVERAL_GPUS = (
 SLOW = ("benchmarks/test_engines.py",)
 """Files in which every test is slow; other files mark single tests."""
 LONGEST = (
+    "cli/test_prove.py",
+    "vllm/test_versions.py",
     "e2e/test_check.py",
     "benchmarks/test_engines.py",
     "vllm/test_experts.py",

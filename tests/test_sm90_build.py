@@ -128,6 +128,7 @@ def faults(log: str, kernels: dict[str, Code]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_machine_code_of_this_library_has_no_faults(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(setup, "OBJECTS", OBJECTS)

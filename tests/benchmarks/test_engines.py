@@ -90,6 +90,7 @@ def test_e2e_benchmark_is_bit_equal_in_every_pairing(tmp_path):
     )  # includes prompt tokens
 
 
+@pytest.mark.matrix
 def test_cost_benchmark_reports_every_engine(tmp_path):
     """TransformerEngine is `te_on_cpu`."""
     benchmark(
@@ -129,6 +130,7 @@ def test_cost_benchmark_reports_every_engine(tmp_path):
     assert all(r["kernels"] and r["gpu_ms"] > 0 for r in profile)
 
 
+@pytest.mark.matrix
 def test_cost_benchmark_reports_a_moe_model(tmp_path):
     small = ["--concurrency", 1, "--longest", 40, "--max-tokens", 4, "--shapes", "2x32", "--repeats", 1]
     selection = ["--size", "small-moe", "--engines", "aligned", "--only", "rollout", "training"]
@@ -150,6 +152,7 @@ def test_cost_benchmark_profiles_training_alone(tmp_path):
         assert {(r["what"], r["engine"]) for r in rows} == {("training", "aligned")}
 
 
+@pytest.mark.matrix
 def test_long_context_benchmark_interleaves_two_engines(tmp_path):
     """Each engine starts once; the benchmark fails unless the repeated prompts hit the prefix cache."""
     result, eager = tmp_path / "long.jsonl", {"TORCHDYNAMO_DISABLE": "1"}

@@ -88,6 +88,7 @@ def test_each_op_has_a_kernel_on_each_family():
                     "moe_gated": "grouped",
                     "moe_gradients": "many",
                     "moe_combine": "vectors",
+                    "bit_sums": "products",
                 }
                 assert runs == ("cuda" if op in fused else others.get(op, "triton"))
 

@@ -1,7 +1,7 @@
 """`alignkit check` with real vLLM and Megatron-core on a CPU: every pairing of a rollout and a training layout.
 
-Aligned rows must be bit-equal, and stock rows must drift, or equality would prove nothing. `make test` runs a part,
-`make test-slow` the rest.
+Aligned rows must be bit-equal, and stock rows must drift, or equality would prove nothing. `make check` compares
+most pairings too, `make test` a part, `make test-slow` the routing, and `make test-matrix` everything.
 """
 
 import itertools
@@ -28,7 +28,7 @@ SMALL = {"hidden": 256, "layers": 2, "heads": 4, "intermediate": 512}
 """Small sizes at which row-parallel layers still have all eight k-tree leaves."""
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_every_pairing_is_bit_equal(tmp_path, monkeypatch, capfd):
     all_rows, out = plan.rows, tmp_path / "results"
     monkeypatch.setattr(

@@ -27,7 +27,7 @@ def run(tmp_path, *arguments):
     "dtype, family, steps",
     [
         ("bfloat16", "qwen3", 4),
-        pytest.param("float32", "qwen3", 4, marks=pytest.mark.slow),
+        pytest.param("float32", "qwen3", 4, marks=pytest.mark.matrix),
         pytest.param("bfloat16", "qwen3-moe", 2, marks=pytest.mark.slow),
     ],
 )

@@ -57,7 +57,7 @@ def test_the_patch_replaces_verl_functions(engine):
 
 
 @pytest.mark.parametrize(
-    "before", [[], pytest.param(["before"], marks=pytest.mark.slow)], ids=["in the actor", "in both"]
+    "before", [[], pytest.param(["before"], marks=pytest.mark.matrix)], ids=["in the actor", "in both"]
 )
 def test_the_patch_reaches_a_ray_actor(before, path):
     command = [sys.executable, "-m", "tests.integrations.in_ray", path, *before]
@@ -69,7 +69,7 @@ def test_the_patch_reaches_a_ray_actor(before, path):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_ranks_can_share_a_gpu(monkeypatch):
     """Check the environments that Ray and verl give to processes of `benchmarks/verl_grpo.py` with one GPU."""
     root = Path(__file__).parents[2]

@@ -92,7 +92,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if "qwen2" in kind else ()) for kind in OTHERS]
+)
 def test_logprobs_equal_a_composition_of_ops_on_unsharded_weights(kind, moe_checkpoint, rows, world, two):
     """Covers models with dense layers in every layout; the vLLM tests compare with the same composition."""
     arch, dtype, sizes = OTHERS[kind]
@@ -150,7 +152,9 @@ def relative_error(gradient, wanted):
 
 
 @pytest.mark.parametrize("arch", FAMILY_SIZES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["bf16", "fp32"]
+)
 def test_one_step_agrees_with_float64(dtype, arch, moe_checkpoint, rows, world, two):
     """The reference uses the model's experts: its own routing could differ where scores nearly tie."""
     path = moe_checkpoint(dtype, arch, **FAMILY_SIZES[arch])

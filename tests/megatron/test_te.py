@@ -22,7 +22,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "llama-tied"))]
+)
 def test_logprobs_have_the_bits_of_the_local_spec(name, checkpoint, rows, te, world):
     path, dtype = checkpoint(*MODELS[name]), MODELS[name][1]
     expected = workers.all_calls(world, path, dtype, False, rows)
@@ -37,7 +39,9 @@ def test_logprobs_have_the_bits_of_the_local_spec(name, checkpoint, rows, te, wo
 
 
 @pytest.mark.parametrize(
-    "arch, grouped", [("qwen3_moe", False), ("qwen2_moe", True)], ids=["one by one", "grouped, and a shared one"]
+    "arch, grouped",
+    [pytest.param("qwen3_moe", False, marks=pytest.mark.slow), ("qwen2_moe", True)],
+    ids=["one by one", "grouped, and a shared one"],
 )
 def test_moe_has_the_bits_of_the_local_spec(arch, grouped, checkpoint, rows, te, world):
     """Checks logprobs, gradients and undo with sequential and grouped experts, the latter after a dense layer."""

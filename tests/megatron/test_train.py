@@ -94,7 +94,10 @@ def test_expert_parallel_job_is_bit_equal(checkpoint, sampled, tmp_path, world):
 
 @pytest.mark.parametrize(
     "layout",
-    [dict(spec="te", tp=2, sequence_parallel=True, cp=2), dict(spec="te", tp=1, pp=2, cp=2)],
+    [
+        dict(spec="te", tp=2, sequence_parallel=True, cp=2),
+        pytest.param(dict(spec="te", tp=1, pp=2, cp=2), marks=pytest.mark.slow),
+    ],
     ids=["te-tp2-sp-cp2", "te-pp2-cp2"],
 )
 def test_pipeline_and_context_parallel_jobs_are_bit_equal(layout, checkpoint, sampled, tmp_path, world):
@@ -134,6 +137,7 @@ def test_failing_rank_ends_the_job_with_its_traceback(checkpoint, sampled, tmp_p
     assert not (tmp_path / "padded").exists()
 
 
+@pytest.mark.slow
 def test_command_reports_a_truncated_input(checkpoint, sampled, tmp_path):
     """The command is the one that reruns a job by hand."""
     (tmp_path / "in").write_bytes((tmp_path / "in").read_bytes()[:100])

@@ -74,6 +74,7 @@ def alone(vllm_process, checkpoint):
     return process
 
 
+@pytest.mark.slow
 def test_external_launcher_ranks_match_one_worker(launched, alone, checkpoint, prompts):
     """Compare initial weights and weights updated in buckets."""
     first = alone(greedy, prompts)

@@ -50,6 +50,7 @@ def structured(state):
     state.llm.generate([{"prompt_token_ids": [1, 2]}], params, use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_worker_processes_match_an_in_process_engine(engine, rollout, prompts):
     process, _ = engine
     expected = rollout(("batch", "one", "prefix", "prompt_logprobs"))["batch"]

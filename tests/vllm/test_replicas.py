@@ -88,13 +88,13 @@ def assert_ends_quietly(process, log):
     "arch, options, sizes",
     [
         ("qwen3_moe", {"enable_expert_parallel": True, "max_num_batched_tokens": 64}, {}),
-        pytest.param("qwen3_moe", {}, {"dense_layers": (1,)}, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", {"enable_expert_parallel": True}, {"dense_layers": (0,)}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {}, {"dense_layers": (1,)}, marks=pytest.mark.matrix),
+        pytest.param("qwen2_moe", {"enable_expert_parallel": True}, {"dense_layers": (0,)}, marks=pytest.mark.matrix),
         pytest.param("glm4_moe", {"enable_expert_parallel": True}, {}, marks=pytest.mark.slow),
         pytest.param(
-            "qwen3_moe", {"enable_expert_parallel": True, "tensor_parallel_size": 2}, {}, marks=pytest.mark.slow
+            "qwen3_moe", {"enable_expert_parallel": True, "tensor_parallel_size": 2}, {}, marks=pytest.mark.matrix
         ),
-        pytest.param("qwen3_moe", {"tensor_parallel_size": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"tensor_parallel_size": 2}, {}, marks=pytest.mark.matrix),
         pytest.param(
             "qwen2_moe", {"enable_expert_parallel": True, "tensor_parallel_size": 2}, {}, marks=pytest.mark.slow
         ),

@@ -1,6 +1,7 @@
 """Other versions of vLLM, aligned on this CPU: their Python code gives the bits of the installed version.
 
-All tests are slow (`make test-slow`), and read ALIGNKIT_WHEELS; other_version.py runs the engines. Features that need a
+All tests are slow, and read ALIGNKIT_WHEELS; other_version.py runs the engines. `make test-slow` runs each version and
+each architecture once, `make test-matrix` the other pairs. Features that need a
 GPU are not tested here: compiled models, CUDA graphs, and the V2 runner beyond its logprobs.
 """
 
@@ -22,6 +23,7 @@ from tests.vllm.test_hook_points import wheel_root
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
+ARCHITECTURES = ["qwen3", "qwen2_moe", "glm4_moe"]
 
 
 def run(model, out, overlay="", **variables):
@@ -49,8 +51,15 @@ def expected(checkpoint, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen2_moe"])
-@pytest.mark.parametrize("version", versions("vllm"))
+def pairs():
+    """Yield each version with each architecture; the first round has every version and every architecture."""
+    for offset in range(len(ARCHITECTURES)):
+        for i, version in enumerate(versions("vllm")):
+            marks = pytest.mark.matrix if offset else ()
+            yield pytest.param(version, ARCHITECTURES[(i + offset) % len(ARCHITECTURES)], marks=marks)
+
+
+@pytest.mark.parametrize("version, arch", list(pairs()))
 def test_other_versions_give_the_bits_of_the_installed_version(version, arch, expected, checkpoint, tmp_path):
     overlay = make_overlay(wheel_root(version, tmp_path), version, tmp_path / "overlay")
     answers = run(checkpoint(arch=arch), tmp_path / "answers.json", overlay)
