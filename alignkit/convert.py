@@ -202,12 +202,12 @@ def shard_runs(
     """
     # 0 marks padding. A number between two tensors belongs to neither.
     first = list(itertools.accumulate((rows + 1 for rows in sizes), initial=1))
-    numbers = [torch.arange(start, start + rows) for start, rows in zip(first, sizes, strict=False)]
+    numbers = [torch.arange(start, start + rows, device="cpu") for start, rows in zip(first, sizes, strict=False)]
     held = numbers[0] if sharding == "columns" else _shard(arch, sharding, numbers, rank, size)
     rows = held[held > 0]
     assert not held[len(rows) :].any(), "padding rows must be the last ones"
     starts = (rows.diff(prepend=rows[:1] - 2) != 1).nonzero().flatten()
-    counts = starts.diff(append=torch.tensor([len(rows)]))
+    counts = starts.diff(append=torch.tensor([len(rows)], device="cpu"))
     runs = []
     for number, count in zip(rows[starts].tolist(), counts.tolist(), strict=True):
         which = bisect.bisect_right(first, number) - 1

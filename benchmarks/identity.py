@@ -70,7 +70,8 @@ def fingerprint(llm) -> dict:
     from alignkit.vllm.fingerprint import shards
 
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    tensors = {s.tensor.data_ptr(): s.tensor for s in shards(worker.model_runner.get_model(), worker._arch)}
+    found = (shard.tensor for _, shard in shards(worker.model_runner.get_model(), worker._arch))
+    tensors = {tensor.data_ptr(): tensor for tensor in found}
     size = sum(tensor.nbytes for tensor in tensors.values())
     times = []
     for _ in range(ROUNDS + 1):  # the first round compiles

@@ -166,11 +166,11 @@ def identity(results: dict) -> str:
             ],
         ),
         markdown(
-            ["model", "decode", "time of a step", "in the worker", "in the front end", "share in one process"],
+            ["model", "requests", "time of a decode step", "in the worker", "in the front end", "share in one process"],
             [
                 [
                     row["model"],
-                    row["case"],
+                    row["case"].split()[2],
                     f"{row['step_ms']:.2f} ms",
                     f"{row['worker_us']:.1f} us",
                     f"{row['front_end_us']:.1f} us",

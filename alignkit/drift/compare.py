@@ -169,9 +169,9 @@ def compare(
     _check_temperatures(temperature)
     for name in ("prompts", "tokens"):
         _same_ids(name, getattr(rollout, name), getattr(training, name))
-    counts = torch.tensor([len(row) for row in rollout.tokens], dtype=torch.int64)
-    sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    position = torch.cat([torch.arange(n) for n in counts.tolist()]) if len(counts) else counts
+    counts = torch.tensor([len(row) for row in rollout.tokens], dtype=torch.int64, device="cpu")
+    sequence = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+    position = torch.cat([torch.arange(n, device="cpu") for n in counts.tolist()]) if len(counts) else counts
     ids = [t for row in rollout.tokens for t in row]
     if not ids:
         raise InputError("tokens: rollout and training must have at least one sampled token, got none")
@@ -228,7 +228,7 @@ def compare_tensors(
             f"train_logp: expected rollout_logp's shape {list(rollout_logp.shape)}, got {list(train_logp.shape)}"
         )
     if mask is None:
-        mask = torch.ones(rollout_logp.shape, dtype=torch.bool)
+        mask = torch.ones_like(rollout_logp, dtype=torch.bool)
     if not isinstance(mask, torch.Tensor):
         raise InputError(f"mask: expected a torch.Tensor [B, S] or None, got {type(mask).__name__}")
     if mask.shape != rollout_logp.shape:
@@ -305,7 +305,7 @@ def _report(
     ratio = d.exp()
 
     distinct, sequence_index = sequence.unique_consecutive(return_inverse=True)
-    sums = torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, sequence_index, difference)
+    sums = difference.new_zeros(len(distinct)).index_add_(0, sequence_index, difference)
     sequence_d = sums[sums.isfinite()]
 
     def token(i: int) -> TokenDifference:

@@ -223,13 +223,13 @@ def _check_tensor(path: Path, f: safe_open, name: str) -> None:
 
 
 def _concatenated(rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([torch.empty(0, dtype=dtype), *(x.detach().cpu().reshape(-1) for x in rows)])
+    return torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *(x.detach().cpu().reshape(-1) for x in rows)])
 
 
 def _pack(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the concatenated rows, int64 [total], and their offsets, int64 [len(rows) + 1]."""
-    lengths = torch.tensor([0] + [len(row) for row in rows], dtype=torch.int64)
-    return torch.tensor([t for row in rows for t in row], dtype=torch.int64), lengths.cumsum(0)
+    lengths = torch.tensor([0] + [len(row) for row in rows], dtype=torch.int64, device="cpu")
+    return torch.tensor([t for row in rows for t in row], dtype=torch.int64, device="cpu"), lengths.cumsum(0)
 
 
 def _unpack(path: Path, tensors: dict[str, torch.Tensor], name: str, offsets_name: str) -> list[torch.Tensor]:

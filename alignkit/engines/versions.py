@@ -111,7 +111,8 @@ class Versions(Generic[Facts]):
     folder, which declares the hook points. derive: function that relies on the names that it needs and returns the
     facts. validated: version with which all tests passed -> hash of its files with hook points. users: function of the
     engine that alignkit replaces -> all files that may refer to it; a reference in another file would bypass the
-    replacement. more: hook points of all versions that are not declared.
+    replacement. more: hook points of all versions that are not declared. elsewhere: whether the engine runs only in
+    other processes, which require a validated or proved version themselves.
     """
 
     engine: str
@@ -122,6 +123,7 @@ class Versions(Generic[Facts]):
     validated: Mapping[str, str]
     users: Mapping[str, Collection[str]]
     more: tuple[HookPoint, ...] = ()
+    elsewhere: Callable[[], bool] = lambda: False
     _inspected: dict[Path, tuple[Facts, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Facts and hash of the packages inspected in this process."""
 
@@ -188,7 +190,9 @@ class Versions(Generic[Facts]):
             self.inspect(*self.found())
 
     def installed(self, *checks: str) -> Facts:
-        """Return the facts of the installed engine; see `require`."""
+        """Return the facts of the installed engine; see `require`. If it runs elsewhere, its names must resolve."""
+        if self.elsewhere():
+            return self.inspect(*self.found())[0]
         return self.require(*self.found(), checks)
 
     def describe(self, root: Path, version: str) -> str:

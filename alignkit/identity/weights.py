@@ -62,8 +62,8 @@ class Run(NamedTuple):
 class Shard(NamedTuple):
     """A tensor of a rank, and where its elements are in HF tensors.
 
-    tensor: [R] or [R, C]. names: HF tensors that its rows come from. runs: where its rows are in them, in order;
-    further rows are padding. column: first column.
+    tensor: [R], [R, C] or [E, R, C], whose rows are those of all E matrices. names: HF tensors that its rows come from.
+    runs: where its rows are in them, in order; further rows are padding. column: first column.
     """
 
     tensor: torch.Tensor
@@ -114,52 +114,96 @@ class Fingerprint:
 
 def parts(shards: Iterable[Shard]) -> dict[str, Part]:
     """Return the sums of a rank's tensors by HF name. All tensors are on one device, which is read once."""
-    factors: dict[tuple[int, int], torch.Tensor] = {}  # column factors, equal for all layers of a model
-    places: list[tuple[str, str, tuple[int, int, int, int]]] = []
-    totals: list[torch.Tensor] = []
-    for chunk in _chunks(shards):
-        alike: dict[tuple, list[tuple[torch.Tensor, Shard]]] = {}  # one call sums tensors of the same shape
-        for shard in chunk:
-            x = shard.tensor.detach()[: shard.held]
-            x = x[:, None] if x.ndim == 1 else x
-            alike.setdefault((x.shape, x.stride(), x.dtype, shard.column), []).append((x, shard))
-        sums, runs = [], []
-        for (shape, _, dtype, column), members in alike.items():
-            columns = column, column + shape[1]
-            if columns not in factors:
-                factors[columns] = _factors(_COLUMNS, torch.arange(*columns, device=members[0][0].device))
-            sums.append(bit_sums([x for x, _ in members], factors[columns]).flatten())
-            name_of_dtype = str(dtype).removeprefix("torch.")
-            for _, shard in members:
-                runs.extend(shard.runs)
-                for which, row, count in shard.runs:
-                    places.append((shard.names[which], name_of_dtype, (row, count, column, shape[1])))
-        if runs:
+    held = list(shards)
+    return Sums(held).parts([shard.tensor for shard in held])
+
+
+class _Group(NamedTuple):
+    """Tensors of one layout, which one call sums.
+
+    members: their indices. held: rows that are no padding. columns: first column and the one after the last.
+    """
+
+    members: list[int]
+    held: int
+    columns: tuple[int, int]
+
+
+class Sums:
+    """The sums of a rank's tensors, prepared for tensors of the shapes of `shards`. It keeps no tensor."""
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        shards = list(shards)
+        self._expected = [_layout(shard.tensor) for shard in shards]
+        self._chunks: list[tuple[list[_Group], torch.Tensor]] = []
+        """The groups of each chunk, and the first row and number of rows of its runs."""
+        self._places: list[tuple[str, str, tuple[int, int, int, int]]] = []
+        """HF name, dtype and place of each run: first row, rows, first column, columns."""
+        for chunk in _chunks(enumerate(shards)):
+            alike: dict[tuple, list[tuple[int, Shard]]] = {}
+            for i, shard in chunk:
+                alike.setdefault((*self._expected[i], shard.held, shard.column), []).append((i, shard))
+            groups, runs = [], []
+            for (shape, _, dtype, held, column), members in alike.items():
+                columns, name_of_dtype = shape[-1] if len(shape) > 1 else 1, str(dtype).removeprefix("torch.")
+                groups.append(_Group([i for i, _ in members], held, (column, column + columns)))
+                for _, shard in members:
+                    for which, row, count in shard.runs:
+                        runs.append((row, count))
+                        self._places.append((shard.names[which], name_of_dtype, (row, count, column, columns)))
+            if runs:
+                self._chunks.append((groups, torch.tensor(runs, device="cpu")))
+
+    def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether the tensors have the shapes, strides and dtypes of the shards'."""
+        return [_layout(tensor) for tensor in tensors] == self._expected
+
+    def parts(self, tensors: Sequence[torch.Tensor]) -> dict[str, Part]:
+        """Return the sums by HF name of tensors that `fit`, in the order of the shards."""
+        factors: dict[tuple[int, int], torch.Tensor] = {}  # column factors, equal for all layers of a model
+        totals: list[torch.Tensor] = []
+        for groups, runs in self._chunks:
+            sums = []
+            for members, held, columns in groups:
+                x = [_matrix(tensors[i])[:held] for i in members]
+                if columns not in factors:
+                    factors[columns] = _factors(_COLUMNS, torch.arange(*columns, device=x[0].device))
+                sums.append(bit_sums(x, factors[columns]).flatten())
             totals.append(_totals(sums, runs))
-    values = torch.cat(totals).tolist() if totals else []
-    found: dict[str, Part] = {}
-    for (name, dtype, place), value in zip(places, values, strict=True):
-        found.setdefault(name, Part(dtype, [])).blocks.append(Block(*place, value % 2**64))
-    return found
+        values = torch.cat(totals).tolist() if totals else []
+        found: dict[str, Part] = {}
+        for (name, dtype, place), value in zip(self._places, values, strict=True):
+            found.setdefault(name, Part(dtype, [])).blocks.append(Block(*place, value % 2**64))
+        return found
 
 
-def _chunks(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
-    """Yield the shards in lists of about ROWS_AT_ONCE rows."""
-    chunk: list[Shard] = []
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor [.., R, C] as [.. * R, C], and [R] as [R, 1]."""
+    tensor = tensor.detach()
+    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor[:, None]
+
+
+def _chunks(shards: Iterable[tuple[int, Shard]]) -> Iterator[list[tuple[int, Shard]]]:
+    """Yield the shards and their indices in lists of about ROWS_AT_ONCE rows."""
+    chunk: list[tuple[int, Shard]] = []
     rows = 0
-    for shard in shards:
+    for i, shard in shards:
         if chunk and rows + shard.held > ROWS_AT_ONCE:
             yield chunk
             chunk, rows = [], 0
-        chunk.append(shard)
+        chunk.append((i, shard))
         rows += shard.held
     yield chunk
 
 
-def _totals(sums: list[torch.Tensor], runs: list[Run]) -> torch.Tensor:
-    """Return the sum of each run, int64, of the sums of its rows."""
+def _totals(sums: list[torch.Tensor], runs: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each run, int64, of the sums of its rows. runs: first row and number of rows of each."""
     by_row = torch.cat(sums)
-    first, count = torch.tensor([run[1:] for run in runs]).to(by_row.device).unbind(1)
+    first, count = runs.to(by_row.device).unbind(1)
     ends = count.cumsum(0)
     row = torch.arange(len(by_row), device=by_row.device)
     row += torch.repeat_interleave(first - ends + count, count, output_size=len(by_row))

@@ -274,8 +274,9 @@ class AlignedClient(Client):
             self._failed = self._failed or failed
             raise
 
-    def _learn(self, problems: list) -> None:
-        self._epochs.problem = next(filter(None, problems), None)
+    def _learn(self, answers: list[tuple[str | None, str]]) -> None:
+        self._epochs.problem = next((problem for problem, _ in answers if problem), None)
+        self._epochs.contract = answers[0][1]
 
     def _version(self) -> str:
         return f"epoch {self._epochs.epoch}"

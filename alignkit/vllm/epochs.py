@@ -58,15 +58,17 @@ class Epochs:
     """The epochs of one engine and its requests in flight.
 
     epoch: the current one; 0 are the weights of the engine's start. told: the last epoch that the workers know, None
-    before the first. problem: why the weights are those of no model, or None. stopped: why the engine cannot go on, or
-    None. local: changes that a worker in this process made, whether or not the client called it. running: requests sent
-    to the engine. finished: requests whose last output has not been read yet. weights: digests of fingerprints by
-    epoch, as far as they were computed. count: returns the number of a request's tokens that have arrived. paused: no
-    step runs. cleared: no step runs, and no request in flight has a KV cache.
+    before the first. contract: the workers' contract id, None before they know an epoch. problem: why the weights are
+    those of no model, or None. stopped: why the engine cannot go on, or None. local: changes that a worker in this
+    process made, whether or not the client called it. running: requests sent to the engine. finished: requests whose
+    last output has not been read yet. weights: digests of fingerprints by epoch, as far as they were computed. count:
+    returns the number of a request's tokens that have arrived. paused: no step runs. cleared: no step runs, and no
+    request in flight has a KV cache.
     """
 
     epoch: int = 0
     told: int | None = None
+    contract: str | None = None
     problem: str | None = None
     stopped: str | None = None
     local: int = 0
@@ -179,15 +181,22 @@ def token_epochs(output) -> dict[int, list[int]]:
         The epochs by the index of the completion.
 
     Raises:
-        InputError: The request has not finished, or comes from an engine that is not aligned.
+        InputError: The request has not finished, or comes from an engine that is not aligned; or `output` has other
+            tokens than the request, as with `RequestOutputKind.DELTA`.
     """
     given = (output.kv_transfer_params or {}).get(KEY)
     if given is None:
         raise InputError("output: must be a finished output of an aligned engine, got one without epochs")
-    return {
-        completion.index: Tokens(given["epochs"][str(completion.index)]).epochs(len(completion.token_ids))
-        for completion in output.outputs
-    }
+    found = {}
+    for completion in output.outputs:
+        index, got = str(completion.index), len(completion.token_ids)
+        if got != given["tokens"][index]:
+            raise InputError(
+                f"output: must have all {given['tokens'][index]} tokens of completion {index}, as with "
+                f"RequestOutputKind.FINAL_ONLY or CUMULATIVE, got {got}"
+            )
+        found[completion.index] = Tokens(given["epochs"][index]).epochs(got)
+    return found
 
 
 _ENGINES: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()

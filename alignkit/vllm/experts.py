@@ -20,8 +20,8 @@ from alignkit.errors import UnsupportedError
 from alignkit.ops import library
 from alignkit.vllm.parallel import DP_GROUP, EP_GROUP, TP_GROUP
 
-ROUTERS = ("FusedTopKRouter", "CPURouter")
-"""Supported router classes of vLLM: plain top-k, by softmax, or by sigmoid with a bias and expert groups."""
+ROUTERS = ("FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter", "CPURouter")
+"""Supported router classes of vLLM: top-k by softmax, or by sigmoid with a bias and expert groups."""
 
 SHARED_EXPERTS = ("Qwen2MoeMLP", "Glm4MoeMLP")
 """Supported classes of a shared expert."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any
 
 from alignkit.convert import Architecture, expert_index
 from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
-from alignkit.identity.weights import Fingerprint, Run, Shard, whole
+from alignkit.identity.weights import Fingerprint, Part, Run, Shard, Sums, whole
 from alignkit.models import FAMILIES
 from alignkit.models.family import Weight
 from alignkit.vllm import epochs
@@ -52,6 +53,24 @@ def fingerprint(llm) -> Fingerprint | Awaitable[Fingerprint]:
     return ask()
 
 
+class Weights:
+    """The parameters of a worker's model. Their places in the HF tensors are found anew only if a shape changes."""
+
+    def __init__(self, model: Any, arch: Architecture) -> None:
+        self._model, self._arch = model, arch
+        self._getters: list[operator.attrgetter] = []
+        self._sums: Sums | None = None
+
+    def parts(self) -> dict[str, Part]:
+        """Return what the model holds of each HF tensor, read now."""
+        tensors = [get(self._model) for get in self._getters]
+        if self._sums is None or not self._sums.fit(tensors):
+            found = dict(shards(self._model, self._arch))
+            self._getters, self._sums = [operator.attrgetter(name) for name in found], Sums(found.values())
+            tensors = [shard.tensor for shard in found.values()]
+        return self._sums.parts(tensors)
+
+
 @relies_on("model_executor/layers/linear.py:LinearBase.__init__", mentions="tp_rank tp_size")
 @relies_on(
     "model_executor/layers/vocab_parallel_embedding.py:VocabParallelEmbedding.__init__", mentions="shard_indices"
@@ -60,8 +79,8 @@ def fingerprint(llm) -> Fingerprint | Awaitable[Fingerprint]:
     "model_executor/layers/vocab_parallel_embedding.py:VocabParallelEmbeddingShardIndices",
     members="org_vocab_start_index org_vocab_end_index",
 )
-def shards(model: Any, arch: Architecture) -> Iterator[Shard]:
-    """Yield a worker's parameters with their places in the HF tensors."""
+def shards(model: Any, arch: Architecture) -> Iterator[tuple[str, Shard]]:
+    """Yield the names of a worker's parameters, and the parameters with their places in the HF tensors."""
     modules = dict(model.named_modules())
     for name, weights in itertools.groupby(arch.weights(), key=_parameter):
         found = list(weights)
@@ -75,7 +94,7 @@ def shards(model: Any, arch: Architecture) -> Iterator[Shard]:
         tensor = getattr(module, attribute)
         column = module.tp_rank * tensor.shape[1] if weight.sharding == "columns" else 0
         runs = _runs(module, arch, weight.sharding, [shape[0] for shape in shapes.values()], len(tensor))
-        yield Shard(tensor, tuple(shapes), runs, column)
+        yield name, Shard(tensor, tuple(shapes), runs, column)
 
 
 def _parameter(weight: tuple[Weight, dict[str, tuple[int, ...]], str]) -> str:
@@ -110,19 +129,19 @@ def _slices(sizes: Sequence[int], parts: list[int], counts: list[int]) -> list[R
 @relies_on("model_executor/layers/fused_moe/config.py:FusedMoEConfig", members="tp_rank tp_size ep_rank")
 def _experts(
     modules: dict[str, Any], arch: Architecture, sharding: str, shapes: list[dict[str, tuple[int, ...]]]
-) -> Iterator[Shard]:
+) -> Iterator[tuple[str, Shard]]:
     """Yield the weights of this worker's experts as one tensor. shapes: of each expert's HF tensors."""
-    layer = ".".join(next(iter(shapes[0])).split(".")[:3])
-    runner = getattr(modules[layer], FAMILIES[arch.family].mlp).experts
+    path = ".".join([*next(iter(shapes[0])).split(".")[:3], FAMILIES[arch.family].mlp, "experts"])
+    runner = modules[path]
     ranks, count = runner.moe_config, runner.routed_experts.local_num_experts
     mine = shapes[ranks.ep_rank * count :][:count]
     names = [name for expert in mine for name in expert]
     if sharding == "columns":
-        tensor = runner.routed_experts.w2_weight
+        name, tensor = "w2_weight", runner.routed_experts.w2_weight
         runs, column = [Run(0, 0, tensor.shape[1])], ranks.tp_rank * tensor.shape[2]
     else:
-        tensor, column = runner.routed_experts.w13_weight, 0
+        name, tensor, column = "w13_weight", runner.routed_experts.w13_weight, 0
         sizes = [shape[0] for shape in mine[0].values()]
         runs = _slices(sizes, [ranks.tp_rank] * 2, [ranks.tp_size] * 2)
     of_all = [Run(e * len(runs) + which, row, rows) for e in range(count) for which, row, rows in runs]
-    yield Shard(tensor.reshape(-1, tensor.shape[2]), names, of_all, column)
+    yield f"{path}.routed_experts.{name}", Shard(tensor, names, of_all, column)

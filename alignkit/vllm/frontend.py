@@ -1,4 +1,4 @@
-"""The front end's input processor, which rejects unsupported requests before they reach a worker.
+"""The front end's processors: unsupported requests are rejected before they reach a worker, outputs carry epochs.
 
 `refuse.request_rejection` decides which requests are unsupported; this file has only the hooks into vLLM's classes.
 """
@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from alignkit.engines.hook_points import relies_on, replaces
 from alignkit.errors import UnsupportedError
@@ -66,48 +68,49 @@ def refuse_stock(validate_params):
     return validate
 
 
-@relies_on("v1/engine/output_processor.py:RequestState._new_completion_output", "finish_reason")
-@relies_on("v1/engine/output_processor.py:RequestState.__init__", "request_id parent_req request_index")
-def noting_epochs(new_completion_output):
-    """Wrap `RequestState._new_completion_output` to keep the epochs of a finished completion for `with_epochs`."""
+@relies_on("v1/engine/output_processor.py:RequestState.__init__", "request_id parent_req request_index detokenizer")
+class AlignedRequestState(RequestState):
+    """A request whose finished output carries the epochs of its tokens."""
 
-    @functools.wraps(new_completion_output)
-    def new(self, token_ids, finish_reason, *args, **kwargs):
+    @replaces(accepts="token_ids finish_reason")
+    def _new_completion_output(self, token_ids, finish_reason, *args, **kwargs):
         if finish_reason is not None and (found := epochs.holder(self.request_id)) is not None:
             engine, tokens = found
             # All completions of a request share its parent, and are returned together or one by one.
             _, completions = vars(self.parent_req or self).setdefault("alignkit_epochs", (engine, {}))
-            completions[str(self.request_index)] = tokens.spans
-        return new_completion_output(self, token_ids, finish_reason, *args, **kwargs)
+            completions[str(self.request_index)] = tokens.spans, self.detokenizer.num_output_tokens()
+        return super()._new_completion_output(token_ids, finish_reason, *args, **kwargs)
 
-    return new
+    @replaces(accepts="external_req_id outputs")
+    def _new_request_output(self, external_req_id, outputs, *args, **kwargs):
+        """Add the epochs of finished completions to ``kv_transfer_params``, which vLLM's server returns too.
 
-
-@relies_on("v1/engine/output_processor.py:RequestState._new_request_output", "outputs")
-def with_epochs(new_request_output):
-    """Wrap `RequestState._new_request_output` to give the epochs of finished completions.
-
-    They are in ``kv_transfer_params[epochs.KEY]``, which vLLM's server returns too: the contract id, and for each
-    completion, by index, pairs of a first token and its epoch. `token_epochs` reads them.
-    """
-
-    @functools.wraps(new_request_output)
-    def new(self, external_req_id, outputs, *args, **kwargs):
-        output = new_request_output(self, external_req_id, outputs, *args, **kwargs)
+        Under `epochs.KEY` are the contract id, and by the index of the completion its number of tokens and pairs of a
+        first token and its epoch. `epochs.token_epochs` reads them.
+        """
+        output: Any = super()._new_request_output(external_req_id, outputs, *args, **kwargs)
         engine, completions = vars(self.parent_req or self).get("alignkit_epochs", (None, {}))
         if engine is not None and any(each is not None and each.finish_reason is not None for each in outputs):
-            known = {str(epoch): engine.weights.get(epoch) for spans in completions.values() for _, epoch in spans}
+            spans = {index: spans for index, (spans, _) in completions.items()}
             output.kv_transfer_params = {
                 **(output.kv_transfer_params or {}),
                 epochs.KEY: {
-                    "contract": versions.installed().family.contract_id,
-                    "epochs": completions,
-                    "weights": known,
+                    "contract": engine.contract,
+                    "epochs": spans,
+                    "tokens": {index: count for index, (_, count) in completions.items()},
+                    "weights": {str(epoch): engine.weights.get(epoch) for own in spans.values() for _, epoch in own},
                 },
             }
         return output
 
-    return new
+
+@relies_on("v1/engine/llm_engine.py:OutputProcessor")
+@relies_on("v1/engine/async_llm.py:OutputProcessor")
+class AlignedOutputProcessor(OutputProcessor):
+    @replaces(accepts="request")
+    def add_request(self, request, *args, **kwargs) -> None:
+        super().add_request(request, *args, **kwargs)
+        self.request_states[request.request_id].__class__ = AlignedRequestState
 
 
 def _require_aligned(vllm_config) -> None:

@@ -37,7 +37,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.models import qwen3, qwen3_moe
+from vllm.model_executor.models import glm4_moe, qwen3, qwen3_moe
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -287,6 +287,22 @@ class AlignedQwen3MoeAttention(NormedAttention, qwen3_moe.Qwen3MoeAttention):
     pass
 
 
+class AlignedGlm4MoE(glm4_moe.Glm4MoE):
+    """GLM-4.5's MoE layer. Its router is a `GateLinear` from vLLM 0.32 on, and torch's `Linear` in fp32 before."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        stock = self.gate
+        if isinstance(stock, torch.nn.Linear):
+            self.gate = AlignedReplicatedLinear(stock.in_features, stock.out_features, bias=False)
+            self.gate.e_score_correction_bias = stock.e_score_correction_bias  # the experts hold it too
+
+    @replaces("model_executor/models/glm4_moe.py:Glm4MoE.forward", mentions="gate experts")
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits, _ = self.gate(hidden_states)
+        return self.experts(hidden_states=hidden_states, router_logits=logits)
+
+
 @relies_on("model_executor/layers/logits_processor.py:LogitsProcessor", "scale logits_as_input soft_cap")
 @relies_on("model_executor/layers/logits_processor.py:LogitsProcessor._gather_logits", "logits")
 @relies_on("model_executor/layers/logits_processor.py:LogitsProcessor.forward", "skip_gather", when="sharded_logits")
@@ -350,6 +366,7 @@ ALIGNED = {
     "LogitsProcessor": AlignedLogitsProcessor,
     "Qwen3Attention": AlignedQwen3Attention,
     "Qwen3MoeAttention": AlignedQwen3MoeAttention,
+    "Glm4MoE": AlignedGlm4MoE,
 }
 """Name of a vLLM class -> the class that replaces it.
 
@@ -357,7 +374,7 @@ A built model may contain only these classes and the containers in `refuse.STRUC
 and an op that `alignkit bisect --swap` replaces needs it in `LAYERS` of `alignkit.bisect.vllm_worker`.
 """
 
-MODEL_CLASSES = (qwen3.Qwen3Attention, qwen3_moe.Qwen3MoeAttention)
+MODEL_CLASSES = (qwen3.Qwen3Attention, qwen3_moe.Qwen3MoeAttention, glm4_moe.Glm4MoE)
 """Classes that vLLM's registry cannot replace, because model files instantiate them by name."""
 
 

@@ -23,7 +23,7 @@ from alignkit.vllm import epochs
 from alignkit.vllm.epochs import token_epochs  # noqa: F401 - public here
 from alignkit.vllm.policy import fusions
 from alignkit.vllm.refuse import refuse_config
-from alignkit.vllm.versions import installed
+from alignkit.vllm.versions import installed, runs_elsewhere
 from alignkit.vllm.worker_class import CONTRACT_KEY, is_aligned, worker_class
 
 ENV = Config.vllm.name
@@ -51,10 +51,9 @@ class Patch(engine_patch.Patch):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine import async_llm, core_client, llm_engine
         from vllm.v1.engine.input_processor import InputProcessor
-        from vllm.v1.engine.output_processor import RequestState
 
         from alignkit.vllm import client
-        from alignkit.vllm.frontend import AlignedInputProcessor, noting_epochs, refuse_stock, with_epochs
+        from alignkit.vllm.frontend import AlignedInputProcessor, AlignedOutputProcessor, refuse_stock
 
         for owner, name, new in (
             *((core_client, name, client.aligned(getattr(core_client, name))) for name in client.CLIENTS),
@@ -64,8 +63,8 @@ class Patch(engine_patch.Patch):
             (InputProcessor, "_validate_params", refuse_stock(InputProcessor._validate_params)),
             (llm_engine.LLMEngine, "__init__", client.counting(llm_engine.LLMEngine.__init__)),
             (async_llm.AsyncLLM, "__init__", client.counting(async_llm.AsyncLLM.__init__)),
-            (RequestState, "_new_completion_output", noting_epochs(RequestState._new_completion_output)),
-            (RequestState, "_new_request_output", with_epochs(RequestState._new_request_output)),
+            (llm_engine, "OutputProcessor", AlignedOutputProcessor),
+            (async_llm, "OutputProcessor", AlignedOutputProcessor),
         ):
             self.replace(owner, name, new)
         self._env = os.environ.get(ENV)
@@ -79,7 +78,7 @@ class Patch(engine_patch.Patch):
                 os.environ[ENV] = self._env
 
     def facts(self) -> dict[str, Any]:
-        return {"contract": installed().family.contract_id}
+        return {"contract": None if runs_elsewhere() else installed().family.contract_id}
 
 
 def patch_vllm() -> Patch:
@@ -102,6 +101,7 @@ def status() -> dict[str, Any]:
 
     Returns:
         A dict with key `patched`; while patched also `version` (of vLLM), `contract` and `names` (the replaced names).
+        `contract` is None in a process that sees no GPU although vLLM is built for GPUs.
     """
     return Patch.status()
 
@@ -117,7 +117,7 @@ def worker_status(llm) -> list[dict] | Awaitable[list[dict]]:
         number per aligned class), `symmetric_memory` (whether sums over ranks use it), `epoch` (the number of changes
         of the weights) and `weights` (the digest of their fingerprint if it was computed in this epoch, else None). If
         False because a part of the engine was replaced or an update failed, also `replaced`, a message with the
-        reason, `vllm` and `epoch`.
+        reason, `vllm`, `epoch` and `weights` (None).
     """
     engine = getattr(llm, "llm_engine", llm)
     parallel = engine.vllm_config.parallel_config
@@ -125,7 +125,7 @@ def worker_status(llm) -> list[dict] | Awaitable[list[dict]]:
 
     def known(workers: list[dict]) -> list[dict]:
         digests = epochs.of(engine.vllm_config).weights
-        return [w | {"weights": digests.get(w["epoch"])} if w["patched"] else w for w in workers]
+        return [w | {"weights": digests.get(w["epoch"]) if w["patched"] else None} for w in workers]
 
     if not inspect.iscoroutinefunction(engine.collective_rpc):
         return known(engine.collective_rpc("alignkit_status")) if aligned else stock

@@ -211,7 +211,7 @@ PARALLEL = Policy(
         ray_workers_use_nsight ray_runtime_env placement_group
         worker_cls sd_worker_cls worker_extension_cls numa_bind numa_bind_nodes numa_bind_cpus
         assigned_physical_gpu_ids distributed_timeout_seconds cpu_distributed_timeout_seconds
-        _coord_store_port _api_process_count _api_process_rank
+        _coord_store_port _api_process_rank
     """,
     rows=(
         Row(
@@ -225,6 +225,12 @@ PARALLEL = Policy(
             lambda size, asked: size <= 1 or asked.version.replicas,
             "{field}: must be 1 with this version of vLLM (larger values are untested on GPUs), got {value}. "
             "Start one engine per replica",
+        ),
+        Row(
+            "_api_process_count",
+            lambda count, _: count == 1,
+            "--api-server-count: must be 1, because each API server would count the epochs of the weights on its own, "
+            "got {value}",
         ),
         Row("decode_context_parallel_size", lambda size, _: size <= 1, "{field}: must be 1, got {value}"),
         Row("prefill_context_parallel_size", lambda size, _: size <= 1, "{field}: must be 1, got {value}"),

@@ -28,7 +28,7 @@ from alignkit.models import ARCHITECTURES, FAMILIES
 from alignkit.models.config import ROPE_TYPES
 from alignkit.vllm.built import architecture
 from alignkit.vllm.policy import PARTS, REQUEST, Asked, Request
-from alignkit.vllm.versions import Version, installed
+from alignkit.vllm.versions import installed
 
 STRUCTURE = frozenset(("ModuleList", "Attention", "ApplyRotaryEmb", "RoutedExperts")).union(
     *(f.structure for f in FAMILIES.values())
@@ -80,7 +80,7 @@ def refuse_config(config) -> None:
         )
         if present
     ]
-    reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window, asked.version) or _config_reasons(
+    reasons += _model_reasons(model.hf_config, config.cache_config.sliding_window) or _config_reasons(
         model, config.parallel_config
     )
     if reasons:
@@ -105,15 +105,12 @@ def _is_set(variable: str, default: str = "0") -> bool:
     return os.environ.get(variable, default) not in ("", "0")
 
 
-def _model_reasons(hf, sliding_window: int | None, version: Version) -> list[str]:
+def _model_reasons(hf, sliding_window: int | None) -> list[str]:
     architectures = tuple(hf.architectures or ())
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         moe = " (MoE)" if _EXPERT_COUNTS & vars(hf).keys() else ""
         given = f"{', '.join(architectures) or 'none'}{moe}"
         return [f"architectures: must be one of {', '.join(ARCHITECTURES)}, got {given}"]
-    if architectures[0] in version.without:
-        why = version.without[architectures[0]]
-        return [f"architectures: {architectures[0]} {why}"]
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     reasons = []
     known = ROPE_TYPES.get(rope.pop("rope_type", "default"))

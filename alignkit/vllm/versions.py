@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from alignkit.engines.hook_points import HookPoint
 from alignkit.engines.versions import Names, Versions
 from alignkit.models import FAMILIES
-from alignkit.runtime.families import Family
-from alignkit.runtime.machine import engine_family
+from alignkit.runtime.families import CPU, SM90, Family
+from alignkit.runtime.machine import engine_device, engine_family, version
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Version:
     alignkit's backend replaces. client_error: the error class whose message vLLM's server returns to the client.
     graphs: whether alignkit supports the V2 runner, torch.compile and CUDA graphs. replicas: whether it supports data
     parallelism inside vLLM, which is untested on GPUs before 0.26. scores: the name of the V2 runner's function for
-    logprobs of token ids. without: model architectures that alignkit does not support in this version -> the reason.
+    logprobs of token ids.
     """
 
     family: Family
@@ -37,10 +36,6 @@ class Version:
     graphs: bool
     replicas: bool
     scores: str = "compute_topk_scores"
-    without: Mapping[str, str] = field(default_factory=dict)
-
-
-_ROUTERS = "is supported only with vLLM 0.32 on a CPU; in this version, the routers are plain torch.nn.Linear modules"
 
 
 OPTIONAL = (
@@ -67,9 +62,21 @@ token ids; "kv_cache_layouts" or "kv_cache_shape", what the backend tells of the
 """
 
 
+def runs_elsewhere() -> bool:
+    """Return whether vLLM is built for GPUs and this process sees none: it may start workers that do, as Ray's does.
+
+    vLLM recognizes a build for CPUs in the same way, by its metadata.
+    """
+    cpu = CPU.device_type
+    return engine_device().type == cpu and cpu not in (version("vllm") or cpu)
+
+
 def derive(names: Names, family: Family | None = None) -> Version:
-    """Return the facts that the names of vLLM give on devices of `family`, by default this machine's."""
-    family = family or engine_family()
+    """Return the facts that the names of vLLM give on devices of `family`, by default those on which its engines run.
+
+    For engines that run elsewhere, the family stands for all families of GPUs.
+    """
+    family = family or (SM90 if runs_elsewhere() else engine_family())
     mine, other = ("cuda", "cpu") if family.on_gpu else ("cpu", "cuda")
     names.require("", mine)
     names.leave_out(other)
@@ -85,7 +92,6 @@ def derive(names: Names, family: Family | None = None) -> Version:
         graphs=family.on_gpu,
         replicas=not family.on_gpu or scores == "topk_scores",
         scores=f"compute_{scores}",
-        without={"Glm4MoeForCausalLM": _ROUTERS} if family.on_gpu else {},
     )
 
 
@@ -119,6 +125,7 @@ VERSIONS: Versions[Version] = Versions(
     },
     # Supported model classes, which consist of the parts that the adapter replaces.
     more=tuple(HookPoint(f"model_executor/models/{family.file}", family.architecture) for family in FAMILIES.values()),
+    elsewhere=runs_elsewhere,
 )
 
 

@@ -19,13 +19,12 @@ from alignkit.dist import TP, symmetric
 from alignkit.engines.hook_points import relies_on
 from alignkit.errors import UnsupportedError
 from alignkit.identity import sync
-from alignkit.identity.weights import parts
 from alignkit.runtime import dispatch
 from alignkit.runtime.families import on_host
 from alignkit.runtime.ids import contract_id
 from alignkit.vllm import epochs
 from alignkit.vllm.built import architecture
-from alignkit.vllm.fingerprint import shards
+from alignkit.vllm.fingerprint import Weights
 from alignkit.vllm.layers import aligned_layers
 from alignkit.vllm.live import Watch
 from alignkit.vllm.parallel import register_groups
@@ -76,6 +75,7 @@ class AlignedWorker(resolve(installed().worker)):
         self._updates = Updates(self._arch, self._epochs, self._held)
         model = self.model_runner.get_model()
         model.load_weights = self._updates.watch(model.load_weights)
+        self._weights = Weights(model, self._arch)
         # Ranks with different contracts or modules would still run collectives, with different bits.
         TP(self._ranks.cpu_group).check_same("vLLM worker", self._inspect)
         logger.info("aligned: contract %s", dispatch.family(self.device).contract_id)
@@ -125,7 +125,8 @@ class AlignedWorker(resolve(installed().worker)):
         self._updates.begin("start_weight_update")
 
     def finish_weight_update(self) -> None:
-        with self._updates.failing("finish_weight_update"):
+        begun = self._epochs.problem is not None  # otherwise vLLM rejects the call, and has changed nothing
+        with self._updates.failing("finish_weight_update") if begun else nullcontext():
             super().finish_weight_update()
             self._watch.inspect()
         self._updates.finish()
@@ -149,11 +150,14 @@ class AlignedWorker(resolve(installed().worker)):
         for ids in (1, 2):  # the compiler specializes on 1
             token_logprobs(logits, torch.zeros(len(logits), ids, dtype=torch.int64, device=logits.device))
 
-    def alignkit_epoch(self, epoch: int, mixed: bool, failed: str | None) -> str | None:
-        """Take the epoch of the next requests: see `Updates.tell`. failed: a method of the worker, or a function."""
+    def alignkit_epoch(self, epoch: int, mixed: bool, failed: str | None) -> tuple[str | None, str]:
+        """Take the epoch of the next requests, and return why the weights are those of no model and the contract id.
+
+        See `Updates.tell`. failed: a method of the worker, or a function.
+        """
         if failed in vars(AlignedWorker) or not (failed is None or failed.endswith("()") or hasattr(self, failed)):
             failed = None  # its own methods note their failures, and an unknown method did not run
-        return self._updates.tell(epoch, mixed, failed)
+        return self._updates.tell(epoch, mixed, failed), contract_id(self.device)
 
     def alignkit_status(self) -> dict:
         """Return the current state of this worker: see `alignkit.vllm.worker_status`."""
@@ -166,7 +170,7 @@ class AlignedWorker(resolve(installed().worker)):
 
     def alignkit_weights(self) -> dict:
         """Return what this worker holds of each HF tensor: see `alignkit.vllm.fingerprint`."""
-        return parts(shards(self.model_runner.get_model(), self._arch))
+        return self._weights.parts()
 
     @relies_on("distributed/parallel_state.py:GroupCoordinator", members="is_last_rank")
     def alignkit_verify(self, trainer: bytes | None, error: Exception | None = None) -> None:

@@ -32,7 +32,8 @@ SHARED = ("contract", "runtime", "dist")
 """Folders of `COMPUTING` that every op depends on."""
 OTHER_OP = re.compile(r"^ *from \.\.([a-z]\w*)", re.MULTILINE)
 """An op's import of another op."""
-SOURCE_SUFFIXES = (*_sources.SUFFIXES, ".py", ".json")
+SOURCE_SUFFIXES = (*_sources.SUFFIXES, ".py")
+"""Suffixes of code; golden hashes (JSON) compute nothing."""
 SAMPLES = "samples.py"
 """Files of alignkit/ops with random calls for the tests, which no computation reads."""
 

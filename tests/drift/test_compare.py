@@ -61,6 +61,15 @@ def test_equal_sides_have_zero_drift():
     assert r.first_difference is None and r.worst == ()
 
 
+def test_the_default_device_changes_nothing():
+    sides = logprobs([[-1.0, -2.0], [-3.0]]), logprobs([[-1.0, -2.5], [-3.0]])
+    x, y = torch.randn(2, 3, 5, device="cpu", generator=torch.Generator().manual_seed(0))
+    want = compare(*sides), compare_tensors(x, y)
+    with torch.device("meta"):
+        found = compare(*sides), compare_tensors(x, y)
+    assert [f.to_json() for f in found] == [w.to_json() for w in want]
+
+
 def test_one_flipped_bit_is_a_difference():
     a = torch.tensor([[-1.0]])
     b = torch.nextafter(a, torch.zeros(()))

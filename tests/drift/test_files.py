@@ -61,6 +61,14 @@ def assert_same(got: Logprobs, want: Logprobs):
             assert a.dtype == dtype and a.view(torch.uint8).tolist() == b.view(torch.uint8).tolist(), name
 
 
+def test_the_default_device_changes_nothing(tmp_path):
+    given = sample()
+    with torch.device("meta"):
+        save(tmp_path / "a", given)
+        found = load(tmp_path / "a")
+    assert_same(found, given)
+
+
 def test_a_file_round_trips_bit_for_bit(path):
     assert_same(load(path), sample())
 

@@ -151,6 +151,14 @@ def test_metrics_match_the_frameworks_formulas(tmp_path, names, formulas, noise)
     assert lines(tmp_path)[0]["metrics"] == got
 
 
+@pytest.mark.parametrize("names", ["plain", "verl", "nemo-rl"])
+def test_the_default_device_changes_nothing(tmp_path, names):
+    given = batch()
+    want = monitor(tmp_path / "a", "stock", names=names).log(0, *given)
+    with torch.device("meta"):
+        assert monitor(tmp_path / "b", "stock", names=names).log(0, *given) == want
+
+
 def test_plain_metrics_match_compare_tensors(tmp_path):
     rollout, training, mask = batch()
     got = monitor(tmp_path, "stock").log(0, rollout, training, mask)

@@ -8,7 +8,7 @@ import torch
 
 from alignkit.errors import InputError
 from alignkit.identity import of_checkpoint, weights
-from alignkit.identity.weights import Run, Shard, parts, whole
+from alignkit.identity.weights import Run, Shard, Sums, parts, whole
 from alignkit.jobs.model import make_checkpoint
 
 
@@ -68,6 +68,15 @@ def test_rows_of_several_tensors_may_alternate(at_once, monkeypatch):
     held = [Shard(x, ("a", "b"), runs), Shard(a, ("c",), [Run(0, 0, 4)]), Shard(b, ("d",), [Run(0, 0, 6)])]
     found = whole([parts(held)], {"a": (4, 5), "b": (6, 5), "c": (4, 5), "d": (6, 5)})
     assert found.tensors == {name: of(x).tensors["w"] for name, x in zip("abcd", (a, b, a, b), strict=True)}
+
+
+def test_sums_are_of_the_tensors_that_they_are_given():
+    x, y = torch.randn(2, 3, 4, device="cpu")
+    sums = Sums([Shard(x, ("w",), [Run(0, 0, 3)])])
+    assert [sums.parts([t]) for t in (y, x, y)] == [parts([Shard(t, ("w",), [Run(0, 0, 3)])]) for t in (y, x, y)]
+    assert sums.fit([y])
+    assert not any(sums.fit([t]) for t in (y[:2], y.T.contiguous().T, y.bfloat16()))
+    assert not sums.fit([])
 
 
 def test_every_flipped_bit_is_found():

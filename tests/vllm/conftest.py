@@ -107,6 +107,11 @@ def start(state, model, options=MappingProxyType({}), aligned=True):
     state.llm = LLM(model, dtype="bfloat16", **ENGINE | options)
 
 
+def built_model(state):
+    """Return the model of an engine in this process."""
+    return state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+
 def reload(state, model):
     """Load another checkpoint into the engine of a `VllmProcess`."""
     state.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})

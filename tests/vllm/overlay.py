@@ -9,16 +9,19 @@ import sys
 from pathlib import Path
 
 
-def make_overlay(package: Path, version: str, folder: Path) -> Path:
-    """Write into the empty `folder` a vllm package of `package`'s Python code, and return `folder` for PYTHONPATH."""
+def make_overlay(package: Path, version: str, folder: Path, build: str = "+cpu") -> Path:
+    """Write into the empty `folder` a vllm package of `package`'s Python code, and return `folder` for PYTHONPATH.
+
+    build: the local part of the version in its metadata, where vLLM reads its build target; "" for CUDA.
+    """
     (installed,) = importlib.util.find_spec("vllm").submodule_search_locations
     (folder / "vllm").mkdir(parents=True)
     for source in [*package.iterdir(), *Path(installed).glob("*.so")]:
         if source.name != "__pycache__":
             (folder / "vllm" / source.name).symlink_to(source.resolve())
-    metadata = folder / f"vllm-{version}+cpu.dist-info/METADATA"  # vLLM reads its build target there
+    metadata = folder / f"vllm-{version}{build}.dist-info/METADATA"
     metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}{build}\n")
     return folder
 
 

@@ -14,7 +14,7 @@ from alignkit.errors import UnsupportedError
 from alignkit.runtime.ids import contract_id
 from alignkit.runtime.machine import most_ranks
 from tests.vllm.concurrent_engines import concurrent_engines, start
-from tests.vllm.conftest import reload
+from tests.vllm.conftest import built_model, reload
 from tests.vllm.test_engine import evaluate, generate, hidden_states
 from tests.vllm.test_live import attention, hook, method_of_vllms_class, norm, set_attribute, worker
 from tests.vllm.test_serve import complete, serving, with_tokenizer
@@ -103,7 +103,7 @@ def hidden_of_steps(state, prompt, temperature):
     """Return logprobs of sampled tokens, and `ops.linear_logp` of the engine's hidden states."""
     from alignkit import ops
 
-    model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    model = built_model(state)
     with hidden_states() as seen:
         ((tokens, steps),) = generate(state, [prompt], temperature=temperature)
     hidden = torch.cat(seen)[: len(tokens)]  # an asynchronous scheduler runs a step ahead

@@ -139,7 +139,7 @@ class SlowClient:
 
     async def collective_rpc_async(self, method, timeout=None, args=(), kwargs=None):
         await asyncio.sleep(0.01)
-        return ["load_some: failed"] if kwargs is None and args and args[-1] == "load_some" else [None]
+        return [("load_some: failed" if kwargs is None and args and args[-1] == "load_some" else None, "contract")]
 
 
 def test_calls_that_overlap_or_are_cancelled(vllm_process):
@@ -441,6 +441,58 @@ def _stream(state):
     )
 
 
+def test_an_engine_keeps_its_epochs_after_the_patch(engine):
+    before, first, after, left = engine(_without_the_patch)
+    assert before == after == {0: [first] * 3}
+    assert left == {}
+
+
+def _without_the_patch(state):
+    """Return the epochs of a request before and after `undo`, the engine's epoch, and what is left of the requests."""
+    from alignkit.vllm import patch_vllm
+
+    before, _ = epochs_of(state)
+    state.patch.undo()
+    try:
+        after, _ = epochs_of(state)
+    finally:
+        state.patch = patch_vllm()
+    engine = of(state.llm.llm_engine.vllm_config)
+    return before, engine.epoch, after, engine.finished | engine.running
+
+
+def test_epochs_need_all_tokens_of_the_request(engine):
+    message = (
+        "output: must have all 3 tokens of completion 0, as with RequestOutputKind.FINAL_ONLY or CUMULATIVE, got 1"
+    )
+    with pytest.raises(InputError, match=message):
+        engine(_last_of_a_stream)
+
+
+def _last_of_a_stream(state):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, delta = state.llm.llm_engine, RequestOutputKind.DELTA
+    engine.add_request(
+        "a", {"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=3, ignore_eos=True, output_kind=delta)
+    )
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    token_epochs(outputs[0])
+
+
+def test_an_update_that_has_not_begun_cannot_fail(engine):
+    """The call is rejected by vLLM before it changes anything."""
+    assert list(engine(_finish_nothing)) == [0]
+
+
+def _finish_nothing(state):
+    with pytest.raises(Exception, match="Weight transfer not configured"):
+        state.llm.collective_rpc("finish_weight_update")
+    return epochs_of(state)[0]
+
+
 def test_outputs_of_other_engines_have_no_epochs():
     with pytest.raises(InputError, match="output: must be a finished output of an aligned engine"):
         token_epochs(SimpleNamespace(kv_transfer_params=None, outputs=[]))
@@ -449,7 +501,7 @@ def test_outputs_of_other_engines_have_no_epochs():
 # Schedules
 
 
-@pytest.mark.parametrize("mixed, schedules", [("0", 12), ("1", 8)], ids=["strict", "mixed"])
+@pytest.mark.parametrize("mixed, schedules", [("0", 4), ("1", 3)], ids=["strict", "mixed"])
 def test_every_logprob_is_of_the_model_that_its_epoch_names(mixed, schedules, vllm_process, tmp_path):
     """Random schedules; `python -m tests.vllm.soak` runs more of them. The seed is new in each run."""
     models, half = soak.prepare(tmp_path)
@@ -464,7 +516,7 @@ def test_every_logprob_is_of_the_model_that_its_epoch_names(mixed, schedules, vl
 
     verdicts = soak.verify(result, reference)
     assert not result.failures, (seed, result.failures[:3])
-    assert verdicts["equal"] > 50 and verdicts["other"] == 0
+    assert verdicts["equal"] > 10 and verdicts["other"] == 0
     assert mixed == "1" or verdicts["mixed"] == 0
 
 

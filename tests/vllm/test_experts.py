@@ -15,7 +15,7 @@ import torch
 from alignkit.errors import UnsupportedError
 from alignkit.testing import assert_bitwise_equal
 from tests import moe_reference
-from tests.vllm.conftest import ENGINE, reload
+from tests.vllm.conftest import ENGINE, built_model, reload
 from tests.vllm.test_live import set_attribute
 
 SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 128, "vocab": 512}
@@ -142,7 +142,7 @@ def load_in_place(state, model):
 
 def statuses_with_changed_experts(state):
     """Return the replacements that status reports for changed expert parts, and its state after restoring all."""
-    model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    model = built_model(state)
     runner = model.model.layers[1].mlp.experts
     experts = runner.routed_experts
 
@@ -165,7 +165,7 @@ def statuses_with_changed_experts(state):
 
 def statuses_with_changed_shared_expert(state):
     """Return what `statuses_with_changed_experts` does, for changed parts of a shared expert."""
-    model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    model = built_model(state)
     mlp = model.model.layers[1].mlp
     seen = []
     for owner, name, value in (
@@ -182,7 +182,7 @@ def statuses_with_changed_shared_expert(state):
 
 def statuses_with_changed_router(state):
     """Return what `statuses_with_changed_experts` does, for a sigmoid router and for rotary embeddings."""
-    model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    model = built_model(state)
     layer = model.model.layers[1]
     experts = layer.mlp.experts.routed_experts
     seen = []
@@ -274,13 +274,13 @@ def test_single_cached_and_prefilled_requests_match_the_batch(engine, sampled, p
 @pytest.mark.parametrize(
     "arch, number_type, expert_parallel, sizes",
     [
-        ("qwen3_moe", "bfloat16", False, {}),
-        pytest.param("qwen3_moe", "bfloat16", True, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "bfloat16", False, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "bfloat16", True, {}, marks=pytest.mark.matrix),
         pytest.param("qwen3_moe", "float32", True, {"dense_layers": (1,)}, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", "bfloat16", False, {"dense_layers": (0,)}, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", "bfloat16", False, {"dense_layers": (0,)}, marks=pytest.mark.matrix),
         ("qwen2_moe", "bfloat16", True, {"dense_layers": (0,)}),
-        pytest.param("glm4_moe", "bfloat16", False, {"options": ("attention_bias",)}, marks=pytest.mark.slow),
-        ("glm4_moe", "float32", True, {}),
+        pytest.param("glm4_moe", "bfloat16", False, {"options": ("attention_bias",)}, marks=pytest.mark.matrix),
+        pytest.param("glm4_moe", "float32", True, {}, marks=pytest.mark.slow),
     ],
     ids=[
         "bfloat16-tp2",

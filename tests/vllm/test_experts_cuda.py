@@ -7,6 +7,7 @@ process (concurrent_engines.py).
 import pytest
 import torch
 
+from alignkit.convert import read_architecture
 from alignkit.runtime.ids import contract_id
 from alignkit.runtime.machine import most_ranks
 from tests.vllm.concurrent_engines import concurrent_engines
@@ -28,6 +29,9 @@ ENGINES = {  # model and name: environment, options of the engine
     ("qwen2_moe", "graphs"): ({}, {}),
     ("mixtral", "eager"): ({}, EAGER),
     ("mixtral", "graphs"): ({}, {}),
+    ("glm4_moe", "eager"): ({}, EAGER),
+    ("glm4_moe", "v1-graphs"): (V1, {}),
+    ("glm4_moe", "graphs"): ({}, {}),
 }
 if most_ranks() > 1:
     ranks = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -40,6 +44,7 @@ if most_ranks() > 1:
         ("qwen3_moe", "ep2-graphs"): (ranks, ep2),
         ("qwen2_moe", "ep2-graphs"): (ranks, ep2),
         ("mixtral", "ep2-graphs"): (ranks, ep2),
+        ("glm4_moe", "ep2-graphs"): (ranks, ep2),
     }
 
 
@@ -80,7 +85,9 @@ def test_every_path_gives_the_ops_logprobs(engines, checkpoint, prompts, key):
     """Decode steps replay one graph with different experts each."""
     arch, name = key
     models = [checkpoint(arch, vocab=VOCAB, seed=seed) for seed in (0, 1)]
-    assert_every_path_matches_ops(engines[key], *models, prompts, graphs=name.endswith("graphs"), moe_layers=4)
+    read = read_architecture(models[0])
+    moe_layers = sum(map(read.has_experts, range(read.layers)))
+    assert_every_path_matches_ops(engines[key], *models, prompts, graphs=name.endswith("graphs"), moe_layers=moe_layers)
 
 
 def assert_every_path_matches_ops(process, model, other, prompts, *, graphs, moe_layers):

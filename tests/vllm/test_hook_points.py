@@ -8,10 +8,13 @@ import ast
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from alignkit.engines import hook_points
 from alignkit.engines.closed_world import unknown_users
@@ -21,6 +24,7 @@ from alignkit.runtime.certificates import RUNNING, Certificate
 from alignkit.runtime.families import CPU, SM90
 from alignkit.vllm.versions import VALIDATED, VERSIONS, derive, resolve
 from tests.fetch_engines import versions
+from tests.vllm.overlay import make_overlay
 
 
 def installed():
@@ -186,3 +190,28 @@ def test_a_proof_that_has_ended_admits_nothing(copy, tmp_path, monkeypatch):
 def test_a_package_without_the_names_is_rejected(version, tmp_path):
     with pytest.raises(UnsupportedError, match=f"vLLM {version}: these names are missing or changed: .*0.32.0 on cpu"):
         VERSIONS.require(tmp_path, version)
+
+
+WITHOUT_GPUS = """
+import alignkit
+from alignkit.vllm import status, versions
+
+with alignkit.patch_vllm():
+    print(status()["contract"], versions.installed().worker)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    "version",
+    [pytest.param("0.26.0", id="validated", marks=pytest.mark.slow), pytest.param("0.33.0", id="left-to-the-workers")],
+)
+def test_a_process_without_gpus_patches_a_vllm_for_gpus(version, tmp_path):
+    """Ray's driver has no GPU; its workers do, and require the version themselves."""
+    overlay = make_overlay(wheel_root(version, tmp_path), version, tmp_path / "overlay", build="")
+    path = os.pathsep.join([str(overlay), str(Path(__file__).parents[2])])
+    environment = os.environ | {"PYTHONPATH": path, "ALIGNKIT_CERTIFICATES": str(tmp_path), "VLLM_PLUGINS": ""}
+    command = [sys.executable, "-c", WITHOUT_GPUS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "None vllm.v1.worker.gpu_worker:Worker"

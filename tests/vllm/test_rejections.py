@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from alignkit.errors import UnsupportedError
-from alignkit.runtime.families import BY_NAME, SM90
+from alignkit.runtime.families import SM90
 from alignkit.vllm.refuse import refuse_model
 from tests.ropes import ROPES
 from tests.vllm.conftest import ENGINE
@@ -91,6 +91,7 @@ def build_with_an_extra_layer(state, model):
             "decode_context_parallel_size: must be 1, got 2",
             {"tensor_parallel_size": 8, "decode_context_parallel_size": 2},
         ),
+        ("--api-server-count: must be 1, .*, got 2", {"_api_process_count": 2}),
         ("weight offloading", {"cpu_offload_gb": 1}),
         ("enforce_eager: must be True .* torch.compile", {"enforce_eager": False}),
         ("logprobs_mode: must be raw_logprobs or processed_logprobs, got raw_logits", {"logprobs_mode": "raw_logits"}),
@@ -166,24 +167,19 @@ def facts_on(family):
     return derive(Names(installed(), VERSIONS.declared), family)
 
 
-def model_reasons(state, family, architecture):
-    """Return the reasons against a model architecture on devices of a family."""
+def model_reasons(state, architecture):
+    """Return the reasons against a model architecture whose rotary embedding is partial."""
     import types
 
     from alignkit.vllm.refuse import _model_reasons
 
     hf = types.SimpleNamespace(architectures=[architecture], rope_parameters={"partial_rotary_factor": 0.5})
-    return _model_reasons(hf, None, facts_on(BY_NAME[family]))
+    return _model_reasons(hf, None)
 
 
-def test_models_unsupported_by_a_version_are_named(process):
-    assert process(model_reasons, "cpu", "Glm4MoeForCausalLM") == []
-    reasons = [
-        "architectures: Glm4MoeForCausalLM is supported only with vLLM 0.32 on a CPU; in this version, the routers are "
-        "plain torch.nn.Linear modules"
-    ]
-    assert process(model_reasons, "sm90", "Glm4MoeForCausalLM") == reasons
-    assert process(model_reasons, "sm90", "Qwen3MoeForCausalLM") == [
+def test_partial_rotation_is_rejected_outside_of_glm(process):
+    assert process(model_reasons, "Glm4MoeForCausalLM") == []
+    assert process(model_reasons, "Qwen3MoeForCausalLM") == [
         "partial_rotary_factor: must be 1 for Qwen3MoeForCausalLM, got 0.5"
     ]
 

@@ -14,6 +14,7 @@ import alignkit
 from alignkit.errors import UnsupportedError
 from tests.vllm import soak
 from tests.vllm.concurrent_engines import concurrent_engines
+from tests.vllm.conftest import built_model
 from tests.vllm.test_epochs import by_apply_model, by_extension, by_reload, by_the_model, epochs_of, outputs, status
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -138,7 +139,7 @@ def flips(state, seed, count):
     """Flip one bit of a random element `count` times; return how many times the fingerprint named its parameter."""
     rng, before, noticed = random.Random(seed), alignkit.fingerprint(state.llm), 0
     masks = [1 << n for n in range(15)] + [-1 << 15]
-    model = state.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    model = built_model(state)
     parameters = [p for p in model.parameters() if p.dtype == torch.bfloat16 and p.shape[0] != 2048]
     for _ in range(count):
         bits = rng.choice(parameters).detach().view(torch.int16).reshape(-1)

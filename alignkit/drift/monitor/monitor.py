@@ -164,7 +164,7 @@ class Monitor:
             rollout, training, keep, worst=self._keep_worst, identity=identity, epochs=epochs, temperature=temperature
         )
         report = _with_ids(report, tokens)
-        keep = torch.ones(rollout.shape, dtype=torch.bool) if keep is None else keep.bool()
+        keep = torch.ones_like(rollout, dtype=torch.bool) if keep is None else keep.bool()
         sides = sides_of(identity, epochs, temperature, keep)
         counted = sides.counted_epochs()
         facts = {

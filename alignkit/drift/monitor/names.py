@@ -39,7 +39,7 @@ def verl(report: DriftReport, rollout: torch.Tensor, training: torch.Tensor, mas
     count = mask.sum(1).clamp(min=1).double()
 
     def by_sequence(x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(mask), dtype=torch.float64).index_add_(0, row, x)
+        return x.new_zeros(len(mask)).index_add_(0, row, x)
 
     p, q = t.exp(), r.exp()
     difference = (p - q).abs()

@@ -117,7 +117,7 @@ _OTHER = {
     r"qwen-?3[._-]?(5|6)|qwen3-next|qwen36": "Qwen3_5MoeForConditionalGeneration",
     r"qwen3.*-?a\d+b": "Qwen3MoeForCausalLM",
     r"qwen(1\.5|2|2\.5)-?moe|qwen(1\.5|2).*a\d": "Qwen2MoeForCausalLM",
-    r"glm-?4\.[56](-air)?(-base)?$": "Glm4MoeForCausalLM",
+    r"glm-?4\.[567](-air)?(-base)?$": "Glm4MoeForCausalLM",
     r"mixtral": "MixtralForCausalLM",
     r"deepseek-?(v2|v3|v4|r1(?!-distill)|coder-v2)|moonlight|kimi|dsv\d|deepseek-671": "DeepseekV3ForCausalLM",
     r"glm-?\d|hy-?v?\d|hunyuan|minimax|step-?\d|ling-|ring-|mimo|nemotron-?(h|3|nano|super|ultra)|"
