@@ -78,17 +78,30 @@ def example(generator: Callable[[Source], Sample], **more) -> Sample:
 
 
 def arguments(sample: Sample) -> dict[str, Any]:
-    """Return the arguments of a sample on the device of the tests, without tensors that the op would write to."""
+    """Return the arguments of a sample on the device of the tests.
+
+    A tensor that the op writes to is None if it is optional, else a copy.
+    """
     device = torch.get_default_device()
-    return {
-        name: None if getattr(a, "written", False) else a.value.to(device) if name in sample.tensors() else a.value
-        for name, a in sample.given.items()
-    }
+
+    def argument(a: Tensor | Scalar) -> Any:
+        if not isinstance(a, Tensor) or a.value is None:
+            return a.value
+        if a.written:
+            return None if a.optional else a.value.to(device, copy=True)
+        return a.value.to(device)
+
+    return {name: argument(a) for name, a in sample.given.items()}
 
 
 def leaves_of(sample: Sample) -> list[str]:
     """Return the names of the arguments whose gradients the op computes."""
     return [] if sample.forward_only else [name for name, t in sample.tensors().items() if t.leaf]
+
+
+def written_by(sample: Sample) -> list[str]:
+    """Return the names of the required arguments that the op writes to."""
+    return [name for name, t in sample.tensors().items() if t.written and not t.optional]
 
 
 def random_gradient(i: int, result: torch.Tensor) -> torch.Tensor:
@@ -102,8 +115,9 @@ def results(
     args: dict[str, Any],
     leaves: Iterable[str] = (),
     gradient: Callable[[int, torch.Tensor], torch.Tensor] = random_gradient,
+    written: Iterable[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Return the results of a call, and the gradients of `leaves`, by name."""
+    """Return the results of a call, the gradients of `leaves` and the arguments `written`, by name."""
     args = args | {name: args[name].detach().clone().requires_grad_() for name in leaves}
     out = call(**args)
     found = {f"result {i}": t for i, t in enumerate(out if isinstance(out, tuple) else (out,)) if t is not None}
@@ -112,6 +126,7 @@ def results(
         gradients = [gradient(i, t) for i, t in roots]
         torch.autograd.backward([t for _, t in roots], gradients)
     found |= {f"gradient of {name}": args[name].grad for name in leaves if args[name].grad is not None}
+    found |= {f"what is in {name}": args[name] for name in written}
     return {name: t.detach() for name, t in found.items()}
 
 

@@ -71,7 +71,11 @@ def test_submodules_are_imported_on_first_use():
 @pytest.mark.parametrize(
     "blocked,code",
     [
-        ("megatron", "import alignkit.vllm\nwith alignkit.patch_vllm():\n    assert alignkit.vllm.status()['patched']"),
+        pytest.param(
+            "megatron",
+            "import alignkit.vllm\nwith alignkit.patch_vllm():\n    assert alignkit.vllm.status()['patched']",
+            marks=pytest.mark.slow,
+        ),
         (
             "vllm",
             "import alignkit.megatron\nwith alignkit.patch_megatron(2000):\n"

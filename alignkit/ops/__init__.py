@@ -8,6 +8,10 @@ calls; the ops in `__all__` are whole steps of a model.
 from ..runtime import dispatch
 from .attention import attention, paged_attention
 from .bit_sums import bit_sums
+from .delta_gates import delta_gates
+from .delta_rule import delta_page_words, delta_rule, paged_delta_rule
+from .gated_rms_norm import gated_rms_norm
+from .l2_norm import l2_norm
 from .linear import linear, row_parallel_linear
 from .linear_logp import head_logits, linear_logp, log_softmax, logp_from_logits, token_logp
 from .moe_experts import moe_experts
@@ -15,6 +19,7 @@ from .moe_router import moe_router
 from .qk_norm_rope import qk_norm_rope
 from .rms_norm import rms_norm
 from .rope import rope, rope_table
+from .short_conv import paged_short_conv, short_conv
 from .sigmoid_mul import sigmoid_mul
 from .silu_mul import silu_mul
 
@@ -23,7 +28,12 @@ from . import registry  # isort: skip - after the functions, which the records u
 __all__ = [
     "attention",
     "bit_sums",
+    "delta_gates",
+    "delta_page_words",
+    "delta_rule",
+    "gated_rms_norm",
     "head_logits",
+    "l2_norm",
     "linear",
     "linear_logp",
     "log_softmax",
@@ -31,11 +41,14 @@ __all__ = [
     "moe_experts",
     "moe_router",
     "paged_attention",
+    "paged_delta_rule",
+    "paged_short_conv",
     "qk_norm_rope",
     "rms_norm",
     "rope",
     "rope_table",
     "row_parallel_linear",
+    "short_conv",
     "sigmoid_mul",
     "silu_mul",
     "token_logp",

@@ -184,7 +184,7 @@ def check_no_overlap(name: str, t: torch.Tensor, others: dict[str, torch.Tensor 
     for other_name, other in others.items():
         if isinstance(other, torch.Tensor) and other.device == t.device and other.numel() and t.numel():
             (begin, end), (other_begin, other_end) = memory(t), memory(other)
-            if begin < other_end and other_begin < end:
+            if begin and begin < other_end and other_begin < end:
                 raise InputError(f"{name}: must not share memory with {other_name}")
 
 
@@ -259,6 +259,13 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     nudge = torch.where((lost > 0) == (s > 0), 1, -1)
     change = (lost != 0) & lost.isfinite() & (bits % 2 == 0)
     return torch.where(change, bits + nudge, bits).view(torch.float64).float()
+
+
+def chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
+    """Return acc [..., N] plus a[..., k] * b[..., k, N], one fma per k in ascending order."""
+    for k in range(a.shape[-1]):
+        acc = fma(a[..., k, None].expand_as(acc), b[..., k, :].expand_as(acc), acc)
+    return acc
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,12 @@ def exp(x):
 
 
 @triton.jit
+def sigmoid(x):
+    """Compute 1 / (1 + e^-x)."""
+    return tl.div_rn(tl.zeros_like(x) + 1.0, 1.0 + exp(-x))
+
+
+@triton.jit
 def to_fixed_point(v):
     """Return rint(2^23 v) of v in [0, 1] as int32: adding 1 rounds v and leaves the integer in the mantissa."""
     return (v + 1.0).to(tl.int32, bitcast=True) - 0x3F800000

@@ -5,6 +5,7 @@ A change of `Inputs` changes the golden bits of all cases. `Normal` may change: 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import cast
 
@@ -62,6 +63,10 @@ class Inputs:
 
     def tensor(self, data: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(data, dtype=dtype, device=self.device)
+
+    def starts(self, lengths: list[int]) -> torch.Tensor:
+        """Return cu_seqlens of sequences."""
+        return self.tensor([0, *itertools.accumulate(lengths)])
 
     def run(self, function: Callable, *leaves: torch.Tensor, rough: bool = False) -> list[torch.Tensor]:
         """Return the outputs of `function` and the gradients of its leaves, for fixed gradients of the outputs.

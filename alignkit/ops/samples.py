@@ -7,6 +7,7 @@ the tests imports this module or an op's samples.py.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 
 from ..dist import TP
+from ._sequences import INTS as INTS
 
 FLOATS = (torch.float32, torch.bfloat16)
 HALVES = (*FLOATS, torch.float16)
-INTS = (torch.int32, torch.int64)
 
 
 @dataclass
@@ -179,6 +180,57 @@ def poked(name: str, value, s: Source) -> Callable[[dict], None]:
         t[at] = value
 
     return put
+
+
+@dataclass
+class Cached:
+    """New rows of cached sequences, each with a slot of its own."""
+
+    lens: list[int]
+    """Tokens of each sequence, the new ones included."""
+    queries: list[int]
+    """New tokens of each sequence."""
+    slots: list[int]
+    slot_count: int
+    rows: int
+    """Rows of all sequences, and of padding behind them."""
+    given: dict[str, Tensor]
+    """The arguments slots, query_start_loc and seq_lens."""
+    faults: list[Fault]
+
+
+def cached(s: Source, longest: int) -> Cached:
+    """Return random sequences of at most `longest` tokens; a slot may be unused."""
+    batch = s.size(4)
+    lens = [s.size(longest) for _ in range(batch)]
+    queries = [s.rng.choice((0, 1, s.rng.randint(0, n))) for n in lens]
+    count, starts = batch + s.rng.choice((0, 2)), [0, *itertools.accumulate(queries)]
+    rows, slots = starts[-1] + s.rng.choice((0, 0, 3)), s.rng.sample(range(count), batch)
+
+    def ints(values: list[int], group: str) -> Tensor:
+        return Tensor(torch.tensor(values, dtype=s.dtype(INTS), device="cpu"), (0,), INTS, group, ndim=True)
+
+    given = {"slots": ints(slots, "slots"), "query_start_loc": ints(starts, "starts"), "seq_lens": ints(lens, "lens")}
+    faults = [
+        *wrong_starts(s, "query_start_loc", rows),
+        ("a slot too high", poked("slots", count + s.size(9), s), ("slots",)),
+        ("a negative slot", poked("slots", -s.size(9), s), ("slots",)),
+        ("a negative length", poked("seq_lens", -s.size(9), s), ("seq_lens",)),
+        *short_length(s, queries),
+    ]
+    return Cached(lens, queries, slots, count, rows, given, faults)
+
+
+def short_length(s: Source, queries: list[int]) -> list[Fault]:
+    """Return the fault of a sequence with fewer tokens than new ones, or nothing if the drawn sequence has none."""
+    at = s.rng.randrange(len(queries))
+
+    def short(lens: torch.Tensor) -> torch.Tensor:
+        lens = lens.clone()
+        lens[at] = queries[at] - 1
+        return lens
+
+    return [("a length below its queries", replaced("seq_lens", short), ("seq_lens",))] if queries[at] else []
 
 
 def wrong_starts(s: Source, name: str, rows: int) -> list[Fault]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -33,6 +34,41 @@ def row_invariance(op: Callable, rows: list[torch.Tensor]) -> str | None:
         return difference("with one thread", _tuple(op(*rows)), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+def sequence_invariance(
+    rows: list[torch.Tensor], lengths: tuple[int, ...], packed: Callable, cached: Callable, chunk: int
+) -> str | None:
+    """Return the first difference of a sequence between packed, alone, token by token and in chunks.
+
+    Args:
+        rows: Tensors whose first dimension is that of the rows of all sequences.
+        lengths: Rows of each sequence.
+        packed: Function of rows and cu_seqlens that returns a tensor.
+        cached: Function of new rows, slots, query_start_loc and seq_lens that returns a tensor and updates a cache.
+        chunk: Rows per chunk of the last comparison.
+    """
+    device, starts = rows[0].device, [0, *itertools.accumulate(lengths)]
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, device=device)
+
+    whole = packed(*rows, ints(*starts))
+    for i, n in enumerate(lengths):
+        low = starts[i]
+        own = [t[low : low + n] for t in rows]
+        done = {"alone": packed(*own, ints(0, n))}
+        for name, size in (("token by token", 1), ("in chunks", chunk)):
+            parts = []
+            for at in range(0, n, size):
+                new = min(size, n - at)
+                integers = ints(i), ints(0, new), ints(at + new)
+                parts.append(cached(*(t[at : at + new] for t in own), *integers))
+            done[name] = torch.cat(parts)
+        for name, y in done.items():
+            if problem := difference(f"a sequence {name}", (y,), (whole[low : low + n],)):
+                return problem
+    return None
 
 
 def _tuple(x) -> tuple[torch.Tensor, ...]:

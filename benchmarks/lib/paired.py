@@ -107,11 +107,68 @@ def _bit_sums(draw: Draw) -> Case:
     return lambda x: ops.bit_sums(x, weights), [draw.floats(draw.rows(), width)]
 
 
+def _packed(draw: Draw) -> tuple[int, torch.Tensor]:
+    """Return the rows of 1 to 4 sequences, and cu_seqlens."""
+    lengths = [draw.rows() for _ in range(draw.rng.randint(1, 4))]
+    return sum(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(draw.device)
+
+
+def _cached(draw: Draw) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a number of sequences with a new token each, their slots, first rows and lengths."""
+    batch = draw.rng.choice((1, 4, 16))
+    integers = torch.arange(batch + 1, dtype=torch.int32, device=draw.device)
+    return batch, integers[:-1], integers, draw.ids(draw.longest, batch).to(torch.int32) + 2
+
+
+def _short_conv(draw: Draw) -> Case:
+    (rows, starts), channels = _packed(draw), 2 * draw.hidden()
+    return lambda x, w: ops.short_conv(x, w, starts), [draw.floats(rows, channels), draw.floats(channels, 4)]
+
+
+def _paged_short_conv(draw: Draw) -> Case:
+    (batch, slots, starts, lens), channels = _cached(draw), 2 * draw.hidden()
+    weight, state = draw.floats(channels, 4), draw.floats(batch, 3, channels)
+    return lambda x: ops.paged_short_conv(x, weight, state, slots, starts, lens), [draw.floats(batch, channels)]
+
+
+def _l2_norm(draw: Draw) -> Case:
+    return lambda x: ops.l2_norm(x, EPS), [draw.floats(draw.rows(), 16, 128)]
+
+
+def _delta_gates(draw: Draw) -> Case:
+    rows = draw.rows()
+    return ops.delta_gates, [*(draw.floats(rows, 32) for _ in range(2)), *(draw.floats(32) for _ in range(2))]
+
+
+def _gated_rms_norm(draw: Draw) -> Case:
+    rows = draw.rows()
+    tensors = [draw.floats(rows, 32, 128), draw.floats(128), draw.floats(rows, 32, 128)]
+    return lambda x, weight, gate: ops.gated_rms_norm(x, weight, gate, EPS), tensors
+
+
+def _delta_rows(draw: Draw, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return q, k and v of 16 and 32 heads of 128, then g and beta."""
+    keys = [torch.nn.functional.normalize(draw.floats(rows, 16, 128), dim=-1) for _ in range(2)]
+    gates = -draw.floats(rows, 32).float().exp(), draw.floats(rows, 32).float().sigmoid()
+    return [*keys, draw.floats(rows, 32, 128)], [*gates]
+
+
+def _delta_rule(draw: Draw) -> Case:
+    rows, starts = _packed(draw)
+    tensors, gates = _delta_rows(draw, rows)
+    return lambda q, k, v: ops.delta_rule(q, k, v, *gates, starts), tensors
+
+
+def _paged_delta_rule(draw: Draw) -> Case:
+    batch, slots, starts, lens = _cached(draw)
+    tensors, gates = _delta_rows(draw, batch)
+    pages = torch.zeros(batch, 32, ops.delta_page_words(128, 128, torch.bfloat16), device=draw.device)
+    return lambda q, k, v: ops.paged_delta_rule(q, k, v, *gates, pages, slots, starts, lens), tensors
+
+
 def _attention(draw: Draw) -> Case:
     heads, kv, size = _heads(draw)
-    lengths = [draw.rows() for _ in range(draw.rng.randint(1, 4))]
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(draw.device)
-    rows = sum(lengths)
+    rows, starts = _packed(draw)
     tensors = [draw.floats(rows, h, size) for h in (heads, kv, kv)]
     return lambda q, k, v: ops.attention(q, k, v, starts), tensors
 
@@ -194,6 +251,13 @@ FORWARD = {
     "silu_mul": _silu_mul,
     "sigmoid_mul": _sigmoid_mul,
     "bit_sums": _bit_sums,
+    "short_conv": _short_conv,
+    "paged_short_conv": _paged_short_conv,
+    "l2_norm": _l2_norm,
+    "delta_gates": _delta_gates,
+    "gated_rms_norm": _gated_rms_norm,
+    "delta_rule": _delta_rule,
+    "paged_delta_rule": _paged_delta_rule,
     "attention": _attention,
     "paged_attention": _decode,
     "linear_logp": _head,
@@ -213,6 +277,10 @@ BACKWARD = (
     "qk_norm_rope",
     "silu_mul",
     "sigmoid_mul",
+    "short_conv",
+    "l2_norm",
+    "delta_gates",
+    "gated_rms_norm",
     "attention",
     "linear_logp",
     "logp_from_logits",

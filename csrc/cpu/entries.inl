@@ -33,6 +33,35 @@ ALIGNKIT_ENTRY(bit_sums, (i64 rows, i64 n, int bytes, const void* x, i64 ldx, co
 ALIGNKIT_ENTRY(sigmoid_mul, (i64 rows, i64 n, int dtype, const float* gate, const void* x, void* y, int threads))
 ALIGNKIT_ENTRY(sigmoid_mul_grad, (i64 rows, i64 n, int dtype, const float* gate, const void* x, const void* dy,
     float* dgate, void* dx, int threads))
+ALIGNKIT_ENTRY(sigmoid_mul_each, (i64 rows, i64 n, int dtype, const void* gate, i64 ldg, const void* x, i64 ldx,
+    void* y, int threads))
+ALIGNKIT_ENTRY(sigmoid_mul_each_grad, (i64 rows, i64 n, int dtype, const void* gate, i64 ldg, const void* x, i64 ldx,
+    const void* dy, void* dgate, void* dx, int threads))
+ALIGNKIT_ENTRY(l2_norm, (i64 rows, i64 n, int dtype, const void* x, i64 ldx, float eps, void* y, float* scale,
+    int threads))
+ALIGNKIT_ENTRY(l2_norm_grad, (i64 rows, i64 n, int dtype, const void* dy, const void* x, i64 ldx, const float* scale,
+    void* dx, int threads))
+ALIGNKIT_ENTRY(gated_rms_norm, (i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, const void* z,
+    i64 ldz, float eps, void* y, float* rstd, int threads))
+ALIGNKIT_ENTRY(gated_rms_norm_grad, (i64 rows, i64 n, int dtype, const void* dy, const void* x, i64 ldx, const float* w,
+    const void* z, i64 ldz, const float* rstd, void* dx, float* dw, void* dz, int threads))
+ALIGNKIT_ENTRY(delta_gates, (i64 rows, i64 n, int dtype, const void* a, i64 lda, const void* b, i64 ldb,
+    const float* a_log, const float* dt_bias, float* g, float* beta, int threads))
+ALIGNKIT_ENTRY(delta_gates_grad, (i64 rows, i64 n, int dtype, const float* dg, const float* dbeta, const void* a,
+    i64 lda, const float* a_log, const float* dt_bias, const float* g, const float* beta, void* da, void* db,
+    float* d_log, float* d_bias))
+ALIGNKIT_ENTRY(short_conv, (i64 seqs, i64 n, i64 taps, int dtype, const void* x, i64 ldx, const void* weight,
+    const i64* starts, void* y, int threads))
+ALIGNKIT_ENTRY(short_conv_grad, (i64 seqs, i64 n, i64 taps, int dtype, const void* dy, const void* x, i64 ldx,
+    const void* weight, const i64* starts, float* dc, void* dx, float* dw, int threads))
+ALIGNKIT_ENTRY(paged_short_conv, (i64 seqs, i64 n, i64 taps, int dtype, const void* x, i64 ldx, const void* weight,
+    const i64* starts, const i64* lens, void* state, i64 slot_stride, i64 row_stride, const i64* slots, void* y,
+    int threads))
+ALIGNKIT_ENTRY(delta_rule, (i64 seqs, i64 heads_v, i64 heads_k, i64 K, i64 V, int dtype, const void* q, const void* k,
+    const void* v, const float* g, const float* beta, const i64* starts, float scale, void* out, int threads))
+ALIGNKIT_ENTRY(paged_delta_rule, (i64 seqs, i64 heads_v, i64 heads_k, i64 K, i64 V, int dtype, const void* q,
+    const void* k, const void* v, const float* g, const float* beta, const i64* starts, const i64* lens, float scale,
+    float* pages, i64 page_stride, i64 head_stride, const i64* slots, void* out, int threads))
 ALIGNKIT_ENTRY(route, (i64 rows, Routing routing, const float* z, const float* bias, float* weights, i64* ids,
     int threads))
 ALIGNKIT_ENTRY(route_grad, (i64 rows, Routing routing, const float* z, const i64* ids, const float* grad, float* dz,

@@ -633,6 +633,523 @@ static void sigmoid_mul_grad(i64 rows, i64 n, int dtype, const float* gate, cons
     else sigmoid_mul_grad_t(rows, n, gate, (const bf16*)x, (const bf16*)dy, dgate, (bf16*)dx, threads);
 }
 
+template <class T>
+// y <- sigmoid(gate) * x, one gate per element.
+static void sigmoid_mul_each_t(i64 rows, i64 n, const T* gate, i64 ldg, const T* x, i64 ldx, T* y, int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        for (i64 j = 0; j < n; ++j)
+            store(y + r * n + j, 1.f / (1.f + exp1(-load(gate + r * ldg + j))) * load(x + r * ldx + j));
+    });
+}
+
+static void sigmoid_mul_each(i64 rows, i64 n, int dtype, const void* gate, i64 ldg, const void* x, i64 ldx, void* y,
+                             int threads) {
+    if (dtype == F32)
+        sigmoid_mul_each_t(rows, n, (const float*)gate, ldg, (const float*)x, ldx, (float*)y, threads);
+    else sigmoid_mul_each_t(rows, n, (const bf16*)gate, ldg, (const bf16*)x, ldx, (bf16*)y, threads);
+}
+
+template <class T>
+static void sigmoid_mul_each_grad_t(i64 rows, i64 n, const T* gate, i64 ldg, const T* x, i64 ldx, const T* dy, T* dgate,
+                                    T* dx, int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        for (i64 j = 0; j < n; ++j) {
+            float s = 1.f / (1.f + exp1(-load(gate + r * ldg + j))), d = load(dy + r * n + j);
+            store(dgate + r * n + j, d * load(x + r * ldx + j) * s * (1.f - s));
+            store(dx + r * n + j, s * d);
+        }
+    });
+}
+
+static void sigmoid_mul_each_grad(i64 rows, i64 n, int dtype, const void* gate, i64 ldg, const void* x, i64 ldx,
+                                  const void* dy, void* dgate, void* dx, int threads) {
+    if (dtype == F32)
+        sigmoid_mul_each_grad_t(rows, n, (const float*)gate, ldg, (const float*)x, ldx, (const float*)dy, (float*)dgate,
+                                (float*)dx, threads);
+    else
+        sigmoid_mul_each_grad_t(rows, n, (const bf16*)gate, ldg, (const bf16*)x, ldx, (const bf16*)dy, (bf16*)dgate,
+                                (bf16*)dx, threads);
+}
+
+// ---------------------------------------------------------------- Gated DeltaNet, row by row
+
+template <class T>
+// y <- x * scale, with scale = 1 / sqrt(sum of x^2 + eps).
+static void l2_norm_t(i64 rows, i64 n, const T* x, i64 ldx, float eps, T* y, float* scale, int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        const T* p = x + r * ldx;
+        float s = scale[r] = 1.f / std::sqrt(lane_sum(n, p, p) + eps);
+        for (i64 j = 0; j < n; ++j) store(y + r * n + j, load(p + j) * s);
+    });
+}
+
+static void l2_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, float eps, void* y, float* scale, int threads) {
+    if (dtype == F32) l2_norm_t(rows, n, (const float*)x, ldx, eps, (float*)y, scale, threads);
+    else l2_norm_t(rows, n, (const bf16*)x, ldx, eps, (bf16*)y, scale, threads);
+}
+
+template <class T>
+static void l2_norm_grad_t(i64 rows, i64 n, const T* dy, const T* x, i64 ldx, const float* scale, T* dx, int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        const T *p = x + r * ldx, *g = dy + r * n;
+        float s = scale[r], c = lane_sum(n, g, p) * s * s;
+        for (i64 j = 0; j < n; ++j) store(dx + r * n + j, s * fma1(-c, load(p + j), load(g + j)));
+    });
+}
+
+static void l2_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, i64 ldx, const float* scale,
+                         void* dx, int threads) {
+    if (dtype == F32) l2_norm_grad_t(rows, n, (const float*)dy, (const float*)x, ldx, scale, (float*)dx, threads);
+    else l2_norm_grad_t(rows, n, (const bf16*)dy, (const bf16*)x, ldx, scale, (bf16*)dx, threads);
+}
+
+template <class T>
+// y <- ((x * rstd) * w) * silu(z), with RMSNorm's rstd.
+static void gated_rms_norm_t(i64 rows, i64 n, const T* x, i64 ldx, const float* w, const T* z, i64 ldz, float eps, T* y,
+                             float* rstd, int threads) {
+    parallel(rows, threads, [&](i64 r) {
+        const T *p = x + r * ldx, *q = z + r * ldz;
+        float rs = rstd[r] = 1.f / std::sqrt(lane_sum(n, p, p) / float(n) + eps);
+        for (i64 j = 0; j < n; ++j) {
+            float v = load(q + j);
+            store(y + r * n + j, load(p + j) * rs * w[j] * (v / (1.f + exp1(-v))));
+        }
+    });
+}
+
+static void gated_rms_norm(i64 rows, i64 n, int dtype, const void* x, i64 ldx, const float* w, const void* z, i64 ldz,
+                           float eps, void* y, float* rstd, int threads) {
+    if (dtype == F32)
+        gated_rms_norm_t(rows, n, (const float*)x, ldx, w, (const float*)z, ldz, eps, (float*)y, rstd, threads);
+    else gated_rms_norm_t(rows, n, (const bf16*)x, ldx, w, (const bf16*)z, ldz, eps, (bf16*)y, rstd, threads);
+}
+
+template <class T>
+static void gated_rms_norm_grad_t(i64 rows, i64 n, const T* dy, const T* x, i64 ldx, const float* w, const T* z,
+                                  i64 ldz, const float* rstd, T* dx, float* dw, T* dz, int threads) {
+    Array<float> gated(rows * n);  // dy * silu(z)
+    parallel(rows, threads, [&](i64 r) {
+        const T *p = x + r * ldx, *q = z + r * ldz;
+        float rs = rstd[r], *e = gated.data() + r * n, lanes[16] = {};
+        for (i64 j = 0; j < n; ++j) {
+            float v = load(q + j), d = load(dy + r * n + j), s = 1.f / (1.f + exp1(-v));
+            store(dz + r * n + j, d * (load(p + j) * rs * w[j]) * (s * fma1(v, 1.f - s, 1.f)));
+            e[j] = d * (v * s);
+            lanes[j % 16] = fma1(e[j] * w[j], load(p + j), lanes[j % 16]);
+        }
+        float c = tree<16>(lanes) / float(n) * rs * rs;
+        for (i64 j = 0; j < n; ++j) store(dx + r * n + j, rs * fma1(-c, load(p + j), e[j] * w[j]));
+    });
+    i64 cols = 256;  // schedule: columns per work item of dw, a chain over rows per column
+    parallel((n + cols - 1) / cols, threads, [&](i64 b) {
+        i64 j0 = b * cols, j1 = std::min(n, j0 + cols);
+        for (i64 r = 0; r < rows; ++r)
+            for (i64 j = j0; j < j1; ++j) dw[j] = fma1(gated[r * n + j], load(x + r * ldx + j) * rstd[r], dw[j]);
+    });
+}
+
+static void gated_rms_norm_grad(i64 rows, i64 n, int dtype, const void* dy, const void* x, i64 ldx, const float* w,
+                                const void* z, i64 ldz, const float* rstd, void* dx, float* dw, void* dz, int threads) {
+    if (dtype == F32)
+        gated_rms_norm_grad_t(rows, n, (const float*)dy, (const float*)x, ldx, w, (const float*)z, ldz, rstd,
+                              (float*)dx, dw, (float*)dz, threads);
+    else
+        gated_rms_norm_grad_t(rows, n, (const bf16*)dy, (const bf16*)x, ldx, w, (const bf16*)z, ldz, rstd, (bf16*)dx,
+                              dw, (bf16*)dz, threads);
+}
+
+constexpr float SOFTPLUS_LINEAR = 20;  // mirrors alignkit/ops/delta_gates/reference.py:LINEAR
+
+// log(1 + exp(x)); log1p in double by the C library, rounded once.
+static inline float softplus(float x) { return x > SOFTPLUS_LINEAR ? x : float(std::log1p(double(exp1(x)))); }
+
+// -exp(a_log). In memory, so that the compiler cannot negate a product instead, which changes the sign of NaN.
+struct Decays : Array<float> {
+    Decays(i64 n, const float* a_log) : Array<float>(n) {
+        DefaultRounding guard;
+        for (i64 j = 0; j < n; ++j) (*this)[j] = -exp1(a_log[j]);
+    }
+};
+
+template <class T>
+// g <- -exp(a_log) * softplus(a + dt_bias), beta <- sigmoid(b).
+static void delta_gates_t(i64 rows, i64 n, const T* a, i64 lda, const T* b, i64 ldb, const float* a_log,
+                          const float* dt_bias, float* g, float* beta, int threads) {
+    Decays factor(n, a_log);
+    parallel(rows, threads, [&](i64 r) {
+        for (i64 j = 0; j < n; ++j) {
+            g[r * n + j] = factor[j] * softplus(load(a + r * lda + j) + dt_bias[j]);
+            beta[r * n + j] = 1.f / (1.f + exp1(-load(b + r * ldb + j)));
+        }
+    });
+}
+
+static void delta_gates(i64 rows, i64 n, int dtype, const void* a, i64 lda, const void* b, i64 ldb, const float* a_log,
+                        const float* dt_bias, float* g, float* beta, int threads) {
+    if (dtype == F32)
+        delta_gates_t(rows, n, (const float*)a, lda, (const float*)b, ldb, a_log, dt_bias, g, beta, threads);
+    else delta_gates_t(rows, n, (const bf16*)a, lda, (const bf16*)b, ldb, a_log, dt_bias, g, beta, threads);
+}
+
+template <class T>
+static void delta_gates_grad_t(i64 rows, i64 n, const float* dg, const float* dbeta, const T* a, i64 lda,
+                               const float* a_log, const float* dt_bias, const float* g, const float* beta, T* da,
+                               T* db, float* d_log, float* d_bias) {
+    Decays factor(n, a_log);
+    DefaultRounding guard;
+    for (i64 r = 0; r < rows; ++r)
+        for (i64 j = 0; j < n; ++j) {
+            i64 i = r * n + j;
+            float x = load(a + r * lda + j) + dt_bias[j], slope = x > SOFTPLUS_LINEAR ? 1.f : 1.f / (1.f + exp1(-x));
+            float dx = dg[i] * factor[j] * slope;
+            store(da + i, dx);
+            store(db + i, dbeta[i] * beta[i] * (1.f - beta[i]));
+            d_log[j] = fma1(dg[i], g[i], d_log[j]);
+            d_bias[j] += dx;
+        }
+}
+
+static void delta_gates_grad(i64 rows, i64 n, int dtype, const float* dg, const float* dbeta, const void* a, i64 lda,
+                             const float* a_log, const float* dt_bias, const float* g, const float* beta, void* da,
+                             void* db, float* d_log, float* d_bias) {
+    if (dtype == F32)
+        delta_gates_grad_t(rows, n, dg, dbeta, (const float*)a, lda, a_log, dt_bias, g, beta, (float*)da, (float*)db,
+                           d_log, d_bias);
+    else
+        delta_gates_grad_t(rows, n, dg, dbeta, (const bf16*)a, lda, a_log, dt_bias, g, beta, (bf16*)da, (bf16*)db,
+                           d_log, d_bias);
+}
+
+// A sequence's rows for the causal convolution: `before` holds the taps - 1 rows before the first one.
+template <class T> struct Conv {
+    i64 n, taps;
+    const T* x;
+    i64 ldx;
+    const T* before;
+    const float* w;  // [taps, n]
+
+    const T* row(i64 r) const { return r < 0 ? before + (taps - 1 + r) * n : x + r * ldx; }
+
+    // c <- the chain over the taps of row r, oldest first.
+    void operator()(i64 r, float* c) const {
+        for (i64 i = 0; i < n; ++i) c[i] = 0.f;
+        for (i64 j = 0; j < taps; ++j) {
+            const T* p = row(r - (taps - 1) + j);
+            for (i64 i = 0; i < n; ++i) c[i] = fma1(load(p + i), w[j * n + i], c[i]);
+        }
+    }
+};
+
+// A filter [n, taps] as fp32 [taps, n].
+template <class T> struct Filter : Array<float> {
+    Filter(i64 n, i64 taps, const T* w) {
+        this->resize(n * taps);
+        for (i64 i = 0; i < n; ++i)
+            for (i64 j = 0; j < taps; ++j) (*this)[j * n + i] = load(w + i * taps + j);
+    }
+};
+
+// Call f(sequence, row in it) for each row of the packed sequences, distributed over threads.
+template <class F> static void parallel_rows(i64 seqs, const i64* starts, int threads, F f) {
+    i64 first = starts[0], rows = starts[seqs] - first;
+    parallel(rows, threads, [&](i64 i) {
+        i64 r = first + i, low = 0, high = seqs;  // starts[low] <= r < starts[high]
+        while (high - low > 1) {
+            i64 middle = (low + high) / 2;
+            (starts[middle] <= r ? low : high) = middle;
+        }
+        f(low, r - starts[low]);
+    });
+}
+
+template <class T>
+static void short_conv_t(i64 seqs, i64 n, i64 taps, const T* x, i64 ldx, const T* weight, const i64* starts, T* y,
+                         int threads) {
+    Filter<T> w(n, taps, weight);
+    Array<T> zero(n * taps, T());
+    parallel_rows(seqs, starts, threads, [&](i64 s, i64 r) {
+        Array<float> c(n);
+        Conv<T>{n, taps, x + starts[s] * ldx, ldx, zero.data(), w.data()}(r, c.data());
+        for (i64 i = 0; i < n; ++i) store(y + (starts[s] + r) * n + i, c[i] / (1.f + exp1(-c[i])));
+    });
+}
+
+static void short_conv(i64 seqs, i64 n, i64 taps, int dtype, const void* x, i64 ldx, const void* weight,
+                       const i64* starts, void* y, int threads) {
+    if (dtype == F32)
+        short_conv_t(seqs, n, taps, (const float*)x, ldx, (const float*)weight, starts, (float*)y, threads);
+    else short_conv_t(seqs, n, taps, (const bf16*)x, ldx, (const bf16*)weight, starts, (bf16*)y, threads);
+}
+
+template <class T>
+static void short_conv_grad_t(i64 seqs, i64 n, i64 taps, const T* dy, const T* x, i64 ldx, const T* weight,
+                              const i64* starts, float* dc, T* dx, float* dw, int threads) {
+    Filter<T> w(n, taps, weight);
+    Array<T> zero(n * taps, T());
+    auto conv = [&](i64 s) { return Conv<T>{n, taps, x + starts[s] * ldx, ldx, zero.data(), w.data()}; };
+    parallel_rows(seqs, starts, threads, [&](i64 s, i64 r) {
+        i64 at = (starts[s] + r) * n;
+        conv(s)(r, dc + at);
+        for (i64 i = 0; i < n; ++i) {
+            float c = dc[at + i], g = 1.f / (1.f + exp1(-c));
+            dc[at + i] = load(dy + at + i) * (g * fma1(c, 1.f - g, 1.f));
+        }
+    });
+    Array<float> none(n, 0.f);
+    parallel_rows(seqs, starts, threads, [&](i64 s, i64 r) {
+        Array<float> acc(n, 0.f);
+        i64 rows = starts[s + 1] - starts[s];
+        for (i64 k = 0; k < taps; ++k) {
+            const float* d = r + k < rows ? dc + (starts[s] + r + k) * n : none.data();
+            for (i64 i = 0; i < n; ++i) acc[i] = fma1(d[i], w[(taps - 1 - k) * n + i], acc[i]);
+        }
+        for (i64 i = 0; i < n; ++i) store(dx + (starts[s] + r) * n + i, acc[i]);
+    });
+    i64 cols = 64;  // schedule: channels per work item of dw, a chain over rows per filter element
+    parallel((n + cols - 1) / cols, threads, [&](i64 b) {
+        i64 c0 = b * cols, c1 = std::min(n, c0 + cols);
+        for (i64 s = 0; s < seqs; ++s)
+            for (i64 r = 0; r < starts[s + 1] - starts[s]; ++r)
+                for (i64 j = 0; j < taps; ++j) {
+                    const T* p = conv(s).row(r - (taps - 1) + j);
+                    const float* d = dc + (starts[s] + r) * n;
+                    for (i64 i = c0; i < c1; ++i) dw[i * taps + j] = fma1(d[i], load(p + i), dw[i * taps + j]);
+                }
+    });
+}
+
+static void short_conv_grad(i64 seqs, i64 n, i64 taps, int dtype, const void* dy, const void* x, i64 ldx,
+                            const void* weight, const i64* starts, float* dc, void* dx, float* dw, int threads) {
+    if (dtype == F32)
+        short_conv_grad_t(seqs, n, taps, (const float*)dy, (const float*)x, ldx, (const float*)weight, starts, dc,
+                          (float*)dx, dw, threads);
+    else
+        short_conv_grad_t(seqs, n, taps, (const bf16*)dy, (const bf16*)x, ldx, (const bf16*)weight, starts, dc,
+                          (bf16*)dx, dw, threads);
+}
+
+template <class T>
+// short_conv of the new rows of each sequence; `state` [slots, taps - 1, n] holds the rows before them, and then the
+// last rows.
+static void paged_short_conv_t(i64 seqs, i64 n, i64 taps, const T* x, i64 ldx, const T* weight, const i64* starts,
+                               const i64* lens, T* state, i64 slot_stride, i64 row_stride, const i64* slots, T* y,
+                               int threads) {
+    i64 last = taps - 1;
+    Filter<T> w(n, taps, weight);
+    Array<T> before(seqs * last * n, T());
+    for (i64 s = 0; s < seqs; ++s) {
+        i64 rows = starts[s + 1] - starts[s], cached = std::min(last, lens[s] - rows);
+        for (i64 j = last - cached; rows && j < last; ++j)
+            std::memcpy(before.data() + (s * last + j) * n, state + slots[s] * slot_stride + j * row_stride,
+                        n * sizeof(T));
+    }
+    auto conv = [&](i64 s) {
+        return Conv<T>{n, taps, x + starts[s] * ldx, ldx, before.data() + s * last * n, w.data()};
+    };
+    parallel_rows(seqs, starts, threads, [&](i64 s, i64 r) {
+        Array<float> c(n);
+        conv(s)(r, c.data());
+        for (i64 i = 0; i < n; ++i) store(y + (starts[s] + r) * n + i, c[i] / (1.f + exp1(-c[i])));
+    });
+    for (i64 s = 0; s < seqs; ++s) {
+        i64 rows = starts[s + 1] - starts[s];
+        for (i64 j = 0; rows && j < last; ++j)
+            std::memcpy(state + slots[s] * slot_stride + j * row_stride, conv(s).row(rows - last + j), n * sizeof(T));
+    }
+}
+
+static void paged_short_conv(i64 seqs, i64 n, i64 taps, int dtype, const void* x, i64 ldx, const void* weight,
+                             const i64* starts, const i64* lens, void* state, i64 slot_stride, i64 row_stride,
+                             const i64* slots, void* y, int threads) {
+    if (dtype == F32)
+        paged_short_conv_t(seqs, n, taps, (const float*)x, ldx, (const float*)weight, starts, lens, (float*)state,
+                           slot_stride, row_stride, slots, (float*)y, threads);
+    else
+        paged_short_conv_t(seqs, n, taps, (const bf16*)x, ldx, (const bf16*)weight, starts, lens, (bf16*)state,
+                           slot_stride, row_stride, slots, (bf16*)y, threads);
+}
+
+// ---------------------------------------------------------------- gated delta rule
+
+constexpr i64 CHUNK = 16;  // mirrors alignkit/ops/delta_rule/layout.py:CHUNK
+
+// The state of a head: `s` [K, V] before the open chunk, and that chunk's rows (ops/delta_rule/layout.py).
+template <class T> struct DeltaHead {
+    i64 K, V;
+    float* s;
+    T *k, *r;
+    float *g, *d;
+    Array<float> rounded, keys, sides, u, x, y, weights;
+
+    DeltaHead(i64 K, i64 V, float* s, T* k, T* r, float* g, float* d)
+        : K(K), V(V), s(s), k(k), r(r), g(g), d(d), rounded(K * V), keys(K * CHUNK, 0.f), sides(CHUNK * V),
+          u(CHUNK * V), x(V), y(V), weights(CHUNK) {}
+
+    // Read the first `rows` rows of the open chunk.
+    void open(i64 rows) {
+        for (i64 i = 0; i < rows; ++i) {
+            for (i64 c = 0; c < K; ++c) keys[c * CHUNK + i] = load(k + i * K + c);
+            for (i64 c = 0; c < V; ++c) sides[i * V + c] = load(r + i * V + c);
+        }
+        for (i64 i = 0; i < rows; ++i) solve(i);
+        round_state();
+    }
+
+    void round_state() {
+        for (i64 i = 0; i < K * V; ++i) rounded[i] = round_to<T>(s[i]);
+    }
+
+    // u of row i from the rows of D and R.
+    void solve(i64 i) {
+        float* p = u.data() + i * V;
+        for (i64 c = 0; c < V; ++c) p[c] = 0.f;
+        for (i64 j = 0; j <= i; ++j) {
+            float factor = round_to<T>(d[i * CHUNK + j]);
+            for (i64 c = 0; c < V; ++c) p[c] = fma1(factor, sides[j * V + c], p[c]);
+        }
+        for (i64 c = 0; c < V; ++c) p[c] = round_to<T>(p[c] + 0.f);
+    }
+
+    // out <- a . T(S), a chain over K.
+    void times_state(const T* a, float* out) {
+        for (i64 c = 0; c < V; ++c) out[c] = 0.f;
+        for (i64 i = 0; i < K; ++i) {
+            float f = load(a + i);
+            for (i64 c = 0; c < V; ++c) out[c] = fma1(f, rounded[i * V + c], out[c]);
+        }
+    }
+
+    // out[i] <- a . k_i for all rows of the chunk.
+    void times_keys(const T* a, float* out) {
+        for (i64 i = 0; i < CHUNK; ++i) out[i] = 0.f;
+        for (i64 c = 0; c < K; ++c) {
+            float f = load(a + c);
+            for (i64 i = 0; i < CHUNK; ++i) out[i] = fma1(f, keys[c * CHUNK + i], out[i]);
+        }
+    }
+
+    // Append a row as number `at` of the open chunk.
+    void append(i64 at, const T* q, const T* key, const T* v, float gate, float beta, float scale, T* out) {
+        for (i64 c = 0; c < K; ++c) {
+            k[at * K + c] = key[c];
+            keys[c * CHUNK + at] = load(key + c);
+        }
+        g[at] = (at ? g[at - 1] : 0.f) + gate;
+        float grown = exp1(g[at]), *row = d + at * CHUNK, lower[CHUNK];
+        times_keys(key, lower);
+        for (i64 i = 0; i < at; ++i) lower[i] = beta * (exp1(g[at] - g[i]) * lower[i]);
+        for (i64 i = 0; i < CHUNK; ++i) row[i] = i == at ? 1.f : 0.f;
+        for (i64 i = 0; i < at; ++i)
+            for (i64 c = 0; c <= i; ++c) row[c] = fma1(-lower[i], d[i * CHUNK + c], row[c]);
+        times_state(key, x.data());
+        for (i64 c = 0; c < V; ++c) {
+            store(r + at * V + c, beta * (load(v + c) - grown * x[c]) + 0.f);
+            sides[at * V + c] = load(r + at * V + c);
+        }
+        solve(at);
+        times_state(q, y.data());
+        times_keys(q, weights.data());
+        for (i64 c = 0; c < V; ++c) y[c] = grown * y[c];
+        for (i64 i = 0; i <= at; ++i) {
+            float f = round_to<T>(exp1(g[at] - g[i]) * weights[i]);
+            for (i64 c = 0; c < V; ++c) y[c] = fma1(f, u[i * V + c], y[c]);
+        }
+        for (i64 c = 0; c < V; ++c) store(out + c, scale * y[c] + 0.f);
+        if (at == CHUNK - 1) close();
+    }
+
+    // Add the complete chunk to the state.
+    void close() {
+        float last = g[CHUNK - 1], decay = exp1(last);
+        for (i64 i = 0; i < CHUNK; ++i) {
+            float f = exp1(last - g[i]);
+            for (i64 c = 0; c < V; ++c) u[i * V + c] = round_to<T>(u[i * V + c] * f);
+        }
+        for (i64 a = 0; a < K; ++a) {
+            float* p = s + a * V;
+            for (i64 c = 0; c < V; ++c) p[c] = decay * p[c];
+            for (i64 i = 0; i < CHUNK; ++i)
+                for (i64 c = 0; c < V; ++c) p[c] = fma1(keys[a * CHUNK + i], u[i * V + c], p[c]);
+        }
+        round_state();
+    }
+};
+
+// Rows of packed sequences: q and k [rows, heads_k, K], v and out [rows, heads_v, V], g and beta [rows, heads_v].
+template <class T> struct DeltaRows {
+    i64 heads_v, heads_k, K, V;
+    const T *q, *k, *v;
+    const float *g, *beta;
+    float scale;
+    T* out;
+
+    // Append rows low to high - 1 to a head whose first of them has `position` in the sequence.
+    void append(DeltaHead<T>& head, i64 h, i64 position, i64 low, i64 high) const {
+        i64 kh = h / (heads_v / heads_k);
+        head.open(position % CHUNK);
+        for (i64 r = low; r < high; ++r) {
+            i64 a = (r * heads_k + kh) * K, b = (r * heads_v + h) * V, c = r * heads_v + h;
+            head.append((position + r - low) % CHUNK, q + a, k + a, v + b, g[c], beta[c], scale, out + b);
+        }
+    }
+};
+
+template <class T>
+static void delta_rule_t(i64 seqs, const DeltaRows<T>& rows, const i64* starts, int threads) {
+    i64 K = rows.K, V = rows.V;
+    parallel(seqs * rows.heads_v, threads, [&](i64 item) {
+        i64 i = item / rows.heads_v;
+        if (starts[i] == starts[i + 1]) return;
+        Array<float> s(K * V, 0.f), g(CHUNK), d(CHUNK * CHUNK);
+        Array<T> k(CHUNK * K), r(CHUNK * V);
+        DeltaHead<T> head(K, V, s.data(), k.data(), r.data(), g.data(), d.data());
+        rows.append(head, item % rows.heads_v, 0, starts[i], starts[i + 1]);
+    });
+}
+
+static void delta_rule(i64 seqs, i64 heads_v, i64 heads_k, i64 K, i64 V, int dtype, const void* q, const void* k,
+                       const void* v, const float* g, const float* beta, const i64* starts, float scale, void* out,
+                       int threads) {
+    if (dtype == F32)
+        delta_rule_t(seqs, DeltaRows<float>{heads_v, heads_k, K, V, (const float*)q, (const float*)k, (const float*)v,
+                                            g, beta, scale, (float*)out}, starts, threads);
+    else
+        delta_rule_t(seqs, DeltaRows<bf16>{heads_v, heads_k, K, V, (const bf16*)q, (const bf16*)k, (const bf16*)v, g,
+                                           beta, scale, (bf16*)out}, starts, threads);
+}
+
+template <class T>
+// delta_rule of the new rows of each sequence, whose pages hold a head's state in `head_stride` fp32 words.
+static void paged_delta_rule_t(i64 seqs, const DeltaRows<T>& rows, const i64* starts, const i64* lens, float* pages,
+                               i64 page_stride, i64 head_stride, const i64* slots, int threads) {
+    i64 K = rows.K, V = rows.V;
+    parallel(seqs * rows.heads_v, threads, [&](i64 item) {
+        i64 i = item / rows.heads_v, h = item % rows.heads_v, n = starts[i + 1] - starts[i];
+        if (!n) return;
+        float* s = pages + slots[i] * page_stride + h * head_stride;
+        if (lens[i] == n)
+            for (i64 j = 0; j < K * V; ++j) s[j] = 0.f;
+        T *k = (T*)(s + K * V), *r = k + CHUNK * K;
+        float *g = (float*)(r + CHUNK * V), *d = g + CHUNK;
+        DeltaHead<T> head(K, V, s, k, r, g, d);
+        rows.append(head, h, lens[i] - n, starts[i], starts[i + 1]);
+    });
+}
+
+static void paged_delta_rule(i64 seqs, i64 heads_v, i64 heads_k, i64 K, i64 V, int dtype, const void* q, const void* k,
+                             const void* v, const float* g, const float* beta, const i64* starts, const i64* lens,
+                             float scale, float* pages, i64 page_stride, i64 head_stride, const i64* slots, void* out,
+                             int threads) {
+    if (dtype == F32)
+        paged_delta_rule_t(seqs, DeltaRows<float>{heads_v, heads_k, K, V, (const float*)q, (const float*)k,
+                                                  (const float*)v, g, beta, scale, (float*)out},
+                           starts, lens, pages, page_stride, head_stride, slots, threads);
+    else
+        paged_delta_rule_t(seqs, DeltaRows<bf16>{heads_v, heads_k, K, V, (const bf16*)q, (const bf16*)k,
+                                                 (const bf16*)v, g, beta, scale, (bf16*)out},
+                           starts, lens, pages, page_stride, head_stride, slots, threads);
+}
+
 // ---------------------------------------------------------------- mixture of experts
 
 // Leaf numbering of the tree over experts: `groups` runs of `run` ids (odd), each padded to `width`, a power of two.

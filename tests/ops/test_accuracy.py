@@ -5,6 +5,8 @@ dtype adds its unit roundoff. exp has a relative error of `EXP`. Fixed-point sum
 its maximum. Equal bits are tested in test_contract_bits.py.
 """
 
+import math
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -102,6 +104,99 @@ def test_rms_norm_error_is_within_bounds(m, h, dtype, zero_centered, seed):
     spread = rstd * (gw.abs() + xd.abs() * rstd**2 * (gw * xd).abs().mean(-1, keepdim=True))
     assert_within(dx, ex, 4 * rel * spread + u * ex.abs() * 1.001, "dx")
     assert_within(dw, ew, (rel + gamma(m + 2)) * (g.double() * xd * rstd).abs().sum(0) + u * ew.abs() * 1.001, "dw")
+
+
+@given(m=st.integers(1, 30), h=st.integers(1, 600), dtype=dtypes, seed=seeds)
+def test_l2_norm_error_is_within_bounds(m, h, dtype, seed):
+    x, eps = randn(m, h, dtype=dtype, seed=seed), 1e-6
+    out, g, (dx,) = grads(lambda x: ops.l2_norm(x, eps), x)
+    want, (ex,) = doubles(lambda x: x * (x.square().sum(-1, keepdim=True) + eps).rsqrt(), g, x)
+    u, xd, gd, rel = UNIT[dtype], x.double(), g.double(), gamma(h + 8)
+    scale = (xd.square().sum(-1, keepdim=True) + eps).rsqrt()
+    assert_within(out, want, (rel + u * 1.001) * want.abs() + 1e-40)
+    spread = scale * (gd.abs() + xd.abs() * scale**2 * (gd * xd).abs().sum(-1, keepdim=True))
+    assert_within(dx, ex, 4 * rel * spread + u * ex.abs() * 1.001, "dx")
+
+
+@given(m=st.integers(1, 30), h=st.integers(1, 300), dtype=dtypes, seed=seeds)
+def test_gated_rms_norm_error_is_within_bounds(m, h, dtype, seed):
+    x, w, z, eps = randn(m, h, dtype=dtype, seed=seed), randn(h, dtype=dtype), randn(m, h, dtype=dtype), 1e-6
+    out, g, (dx, dw, dz) = grads(lambda x, w, z: ops.gated_rms_norm(x, w, z, eps), x, w, z)
+
+    def formula(x, w, z):
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * w * torch.nn.functional.silu(z)
+
+    want, (ex, ew, ez) = doubles(formula, g, x, w, z)
+    u, xd, wd, zd, gd = UNIT[dtype], x.double(), w.double(), z.double(), g.double()
+    rstd, rel = (xd.square().mean(-1, keepdim=True) + eps).rsqrt(), gamma(h + 16) + 2 * EXP
+    assert_within(out, want, (rel + u * 1.001) * want.abs() + 1e-40)
+    gw = gd * wd * torch.nn.functional.silu(zd)
+    spread = rstd * (gw.abs() + xd.abs() * rstd**2 * (gw * xd).abs().mean(-1, keepdim=True))
+    assert_within(dx, ex, 4 * rel * spread + u * ex.abs() * 1.001, "dx")
+    n, s = xd * rstd, torch.sigmoid(zd)
+    sums = (gd * n * zd * s).abs().sum(0)
+    assert_within(dw, ew, (rel + gamma(m + 2)) * sums + u * ew.abs() * 1.001, "dweight")
+    slope = s * (1 + zd.abs() * (1 - s))  # the sum of its terms' magnitudes
+    assert_within(dz, ez, 2 * rel * (gd * n * wd).abs() * slope + u * ez.abs() * 1.001 + 1e-40, "dgate")
+
+
+@given(rows=st.integers(1, 30), heads=st.integers(1, 40), dtype=dtypes, seed=seeds)
+def test_delta_gates_error_is_within_bounds(rows, heads, dtype, seed):
+    a, b = randn(rows, heads, dtype=dtype, seed=seed, scale=8.0), randn(rows, heads, dtype=dtype)
+    a_log, bias = randn(heads, seed=seed + 1), randn(heads)
+    leaves = [t.clone().requires_grad_() for t in (a, b, a_log, bias)]
+    exact = [t.double().requires_grad_() for t in (a, b, a_log, bias)]
+    got = ops.delta_gates(*leaves)
+    want = -exact[2].exp() * torch.nn.functional.softplus(exact[0] + exact[3], threshold=200), exact[1].sigmoid()
+    grad = [torch.randn(rows, heads) for _ in range(2)]
+    torch.autograd.backward(got, grad)
+    torch.autograd.backward(want, [t.double() for t in grad])
+    rel, u = gamma(16) + 4 * EXP, UNIT[dtype]
+    # An error of x = a + dt_bias changes softplus by at most as much; above 20, softplus(x) - x is at most exp(-20).
+    x, factor = (exact[0] + exact[3]).detach(), exact[2].exp().detach()
+    of_x = gamma(4) * x.abs()
+    assert_within(
+        got[0], want[0], rel * want[0].abs() + factor * (of_x * x.sigmoid() * 2 + (x > 20) * math.exp(-20)), "g"
+    )
+    assert_within(got[1], want[1], rel * want[1].abs(), "beta")
+    dx = (
+        grad[0].double().abs() * factor * x.sigmoid() * (rel + 2 * of_x)
+        + grad[0].double().abs() * factor * (x > 20) * 3e-9
+    )
+    names = ("da", "db", "dA_log", "ddt_bias")
+    db = 2 * rel * (grad[1].double() * want[1]).detach().abs()
+    d_log = ((gamma(rows + 2) + rel) * want[0].abs() + factor * (of_x * 2 + 3e-9)) * grad[0].double().abs()
+    d_bias = dx.sum(0) + gamma(rows + 2) * (grad[0].double().abs() * factor).sum(0)
+    bounds = dx + u * exact[0].grad.abs() * 1.001, db + u * exact[1].grad.abs() * 1.001, d_log.sum(0).detach(), d_bias
+    for name, leaf, e, bound in zip(names, leaves, exact, bounds, strict=True):
+        assert_within(leaf.grad, e.grad, bound + SMALLEST[leaf.dtype], name)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3), channels=st.integers(1, 40), dtype=dtypes, seed=seeds
+)
+def test_short_conv_error_is_within_bounds(lengths, channels, dtype, seed):
+    taps = 1 + seed % 8
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    x, w = randn(int(starts[-1]), channels, dtype=dtype, seed=seed), randn(channels, taps, dtype=dtype)
+    out, g, (dx, dw) = grads(lambda x, w: ops.short_conv(x, w, starts), x, w)
+
+    def conv(x, w):
+        """Return the sums before SiLU, by torch's convolution."""
+        parts = [torch.nn.functional.pad(p.T, (taps - 1, 0)) for p in x.split(lengths) if len(p)]
+        return torch.cat([torch.nn.functional.conv1d(p, w[:, None], groups=channels).T for p in parts])
+
+    def formula(x, w):
+        return torch.nn.functional.silu(conv(x, w))
+
+    want, (ex, ew) = doubles(formula, g, x, w)
+    u, rel, gd = UNIT[dtype], gamma(taps + 12) + 2 * EXP, g.double().abs()
+    magnitude = conv(x.double().abs(), w.double().abs())  # an error of c changes silu(c) by at most 1.1 times as much
+    assert_within(out, want, 1.1 * rel * magnitude + (rel + u * 1.001) * want.abs() + 1e-40)
+    # |silu'| is at most 1.1 and |silu''| at most 0.5
+    _, (sx, sw) = doubles(lambda x, w: conv(x, w), gd * (1.1 + magnitude), x.abs(), w.abs())
+    assert_within(dx, ex, 2 * rel * sx + u * ex.abs() * 1.001, "dx")
+    assert_within(dw, ew, (2 * rel + gamma(len(x) + 2)) * sw + u * ew.abs() * 1.001, "dweight")
 
 
 @given(t=st.integers(1, 20), half=st.integers(1, 32), dtype=dtypes, seed=seeds)

@@ -334,7 +334,7 @@ def heights(n):
     return (height / 1.4426950408889634).bfloat16()
 
 
-@pytest.mark.parametrize("dim", [128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dim", [128, pytest.param(256, marks=pytest.mark.matrix)])
 def test_shift_changes_match_the_contract(kernel, dim):
     n = 2700
     q, k, v = torch.ones(n, 1, dim).bfloat16(), torch.zeros(n, 1, dim).bfloat16(), random_bf16(n, 1, dim, 3)

@@ -19,6 +19,17 @@ def test_each_tensor_has_the_sums_that_it_has_alone(dtype, first):
     assert bit_sums([x[:0]] * 2, torch.ones(700, dtype=torch.int64)).shape == (2, 0)
 
 
+@pytest.mark.parametrize("dtype, ints", [(torch.bfloat16, torch.int16), (torch.float32, torch.int32)])
+@pytest.mark.parametrize("bits, weight", [(-1, 0x7F7F7F7F7F7F7F7F), (0, -(2**63)), (-1, -1)])
+def test_long_rows_of_extreme_values(dtype, ints, bits, weight):
+    """Products of bytes and digits are largest in magnitude and have one sign, in rows of more than 2^17 bytes."""
+    columns, size = 70_000, torch.finfo(dtype).bits
+    x = torch.full((3, columns), bits, dtype=ints).view(dtype)
+    wanted = columns * (bits % 2**size) * weight % 2**64
+    sums = bit_sums(x, torch.full((columns,), weight))
+    assert [total % 2**64 for total in sums.tolist()] == [wanted] * 3
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

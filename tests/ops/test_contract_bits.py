@@ -20,7 +20,7 @@ from alignkit.ops.linear import matmul
 from alignkit.ops.rope import _table
 from alignkit.runtime import dispatch, families, native
 from alignkit.testing import assert_bitwise_equal
-from tests.samples import GENERATORS, arguments, generate, leaves_of, results
+from tests.samples import GENERATORS, arguments, generate, leaves_of, results, written_by
 from tests.samples import assert_same as assert_results_same
 
 from .helpers import CPU, dtypes, linear_dtypes, randn, seeds
@@ -109,10 +109,11 @@ def test_default_dtype_changes_no_bit():
 def test_kernels_have_the_bits_of_the_reference(generator, style, seed):
     """The calls follow from the ops' samples."""
     sample = generate(generator, seed, style)
-    args, leaves = arguments(sample), leaves_of(sample)
-    got = results(sample.call, args, leaves)
+    leaves, written = leaves_of(sample), written_by(sample)
+    got = results(sample.call, arguments(sample), leaves, written=written)
     with dispatch.use("reference"):
-        assert_results_same(got, results(sample.call, args, leaves), sample.op)
+        want = results(sample.call, arguments(sample), leaves, written=written)
+    assert_results_same(got, want, sample.op)
 
 
 def test_exp_has_the_bits_of_the_reference():
@@ -200,9 +201,18 @@ def test_attention_has_the_bits_of_the_reference(lens, group, kv, dim, spread, d
 
 
 @pytest.mark.parametrize(
-    "isa", ["avx2", *(pytest.param(isa, marks=pytest.mark.slow) for isa in ("generic", "avx512"))], indirect=True
+    "isa, dtype",
+    [
+        ("avx2", torch.bfloat16),
+        pytest.param("avx2", torch.float32, marks=pytest.mark.slow),
+        pytest.param("avx512", torch.float32, marks=pytest.mark.slow),
+        pytest.param("avx512", torch.bfloat16, marks=pytest.mark.matrix),
+        pytest.param("generic", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("generic", torch.float32, marks=pytest.mark.matrix),
+    ],
+    indirect=["isa"],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_has_the_bits_of_the_reference_around_leaf_lengths(dtype):
     """Use lengths around one and two leaves, and paged queries that start within a leaf."""
     leaf = families.CPU.kv_leaf

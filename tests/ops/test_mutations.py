@@ -1,4 +1,7 @@
-"""The self-test notices mutated kernels (mutations/): a few in `make test`, the others in `make test-slow`."""
+"""The self-test notices mutated kernels (mutations/).
+
+`make test` runs a few of them, `make test-slow` a third of the others, `make test-matrix` the rest.
+"""
 
 import functools
 
@@ -9,8 +12,14 @@ from .mutations.mutation import ROOT
 from .mutations.run import MUTATIONS, hashes, noticed, of_device
 
 pytestmark = pytest.mark.skipif(not CPU, reason="`make gpu-mutations` mutates the kernels of a GPU")
-FIRST = ("k reversed", "leaves added in order", "lanes added by neighbors")
-"""Mutations of the C++ kernels in `make test`."""
+FIRST = ("k reversed",)
+"""Mutation of the C++ kernels in `make test`."""
+
+
+def params():
+    for i, each in enumerate(of_device("cpu")):
+        in_test = each.backend == "cpu" and each.name in FIRST
+        yield pytest.param(each, marks=() if in_test else pytest.mark.slow if i % 3 == 0 else pytest.mark.matrix)
 
 
 @functools.cache
@@ -18,14 +27,7 @@ def baseline(backend: str) -> dict[str, list[str]]:
     return hashes(None, backend, "cpu")
 
 
-@pytest.mark.parametrize(
-    "mutation",
-    [
-        pytest.param(each, marks=() if each.backend == "cpu" and each.name in FIRST else pytest.mark.slow)
-        for each in of_device("cpu")
-    ],
-    ids=lambda each: f"{each.backend}: {each.name}",
-)
+@pytest.mark.parametrize("mutation", list(params()), ids=lambda each: f"{each.backend}: {each.name}")
 def test_golden_bits_notice_a_mutation(mutation):
     found = noticed(mutation, baseline(mutation.backend), "cpu")
     assert not mutation.missing(found), found

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from alignkit import UnsupportedError, ops
-from alignkit.ops import golden, library
+from alignkit.ops import golden, library, self_test, trials
 from alignkit.ops.inputs import Inputs, Normal
 from alignkit.ops.record import Rows
 from alignkit.ops.registry import RECORDS
@@ -44,6 +44,8 @@ INSTRUCTIONS = {
     10: SYNC + r"|tcgen05\.mma\.cta_group::1\.kind::f16",
 }
 """Tensor-core instructions by major compute capability; elsewhere mma.sync of 16 k. None has tf32 operands."""
+INTEGERS = r"(mma|wgmma)\S+\.s32\.s8\.s8(\.s32)?|tcgen05\.mma\.cta_group::1\.kind::i8"
+"""Products of integers, which are exact: of bit_sums."""
 FUNCTIONS = re.compile(r"\b((?:ex2|lg2|rcp|rsqrt|sqrt|tanh|sin|cos|div)\.(?:\w+\.)*b?f\d\w*)")
 """Exponentials, logarithms, roots and divisions, with their rounding and treatment of denormals."""
 
@@ -77,6 +79,16 @@ def golden_cases() -> Iterator[Callable[[], object]]:
         for case, own in golden.CASES.values():
             if own == dtype:
                 yield functools.partial(case.function, Inputs(META, dtype))
+
+
+def fallbacks() -> Iterator[Callable[[], object]]:
+    """Yield trials of kernels that are used only if the self-test passes over a faster one without a rule."""
+    for record in RECORDS:
+        for op, kernels in record.kernels.items():
+            (first, *others) = (kernel for kernel in kernels if kernel.backend == families.TRITON)
+            for kernel in others if first.rule is first.prepare is None else ():
+                for case in trials.cases(record, op, kernel):
+                    yield functools.partial(trials.run, record, op, kernel, case, META, families.TRITON)
 
 
 def self_tests(rows: tuple[int, ...] = ()) -> Iterator[Callable[[], object]]:
@@ -120,7 +132,7 @@ def forward_and_backward(function: Callable, inputs: list[torch.Tensor], n: int)
 def run(calls: Iterator[Callable[[], object]]) -> list[str]:
     """Run the calls; return the messages of unsupported ones."""
     rejected = []
-    modules = [importlib.import_module(f"alignkit.ops.{record.folder}.op") for record in RECORDS]
+    modules = [self_test, *(importlib.import_module(f"alignkit.ops.{record.folder}.op") for record in RECORDS)]
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
             patch.setattr(module, "difference", lambda *_: None, raising=False)  # tensors without memory have no values
@@ -138,6 +150,7 @@ def representatives(gpu: families.Gpu) -> dict[str, Compiled]:
     seen = set()
     with compiling(gpu, lambda kernel: kernel not in seen and not seen.add(kernel)) as found:
         assert not run(golden_cases())
+        assert not run(fallbacks())
         assert not run(self_tests())
         assert not run(custom_ops())
         return {compiled.name: compiled for compiled in found}
@@ -149,7 +162,8 @@ def check(compiled: Compiled, gpu: families.Gpu) -> None:
     assert compiled.tensor_memory <= TENSOR_MEMORY, f"{compiled}: {compiled.tensor_memory} columns of tensor memory"
     allowed = INSTRUCTIONS.get(gpu.capability[0], SYNC)
     for instruction in {match[0] for match in MMA.finditer(compiled.ptx)}:
-        assert re.fullmatch(allowed, instruction), f"{compiled}: {instruction}"
+        integers = compiled.name.startswith("bit_sums.") and re.fullmatch(INTEGERS, instruction)
+        assert integers or re.fullmatch(allowed, instruction), f"{compiled}: {instruction}"
     assert "tf32" not in compiled.ptx, compiled
 
 

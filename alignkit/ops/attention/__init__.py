@@ -24,17 +24,14 @@ from .._common import (
     check_like,
     check_no_overlap,
     check_number,
-    check_same_device,
-    check_starts,
     check_tensor,
     checks_values,
     require,
     unit,
 )
+from .._sequences import check_first_rows, check_ints
 from .paging import check_pages
 from .problem import Attention, Relaunch
-
-INTS = (torch.int32, torch.int64)
 
 
 def _kernel(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sizes: int) -> ModuleType:
@@ -75,27 +72,6 @@ def _check(q, k, v, scale, k_name: str = "k", v_name: str = "v") -> float:
     return dim**-0.5 if scale is None else check_number("scale", scale)
 
 
-def _check_ints(name: str, t, ndim: int, q: torch.Tensor) -> torch.Tensor:
-    """Check an integer tensor and return it with unit stride in the last dimension, on the CPU as int64."""
-    check_tensor(name, t, ndim, INTS)
-    check_same_device(name, t, "q", q)
-    return unit(t.to(torch.int64) if families.on_host(t.device) else t)
-
-
-def _check_starts(name: str, starts, q: torch.Tensor, padded: bool) -> torch.Tensor:
-    """Check the first rows of sequences; `padded`: q may have padding rows after the last sequence."""
-    starts = _check_ints(name, starts, 1, q)
-    require(starts.numel() >= 1, f"{name}: must have at least 1 entry, got 0")
-    if checks_values(starts.device):
-        last, rows = int(starts[-1]), q.shape[0]
-        check_starts(name, starts)
-        require(
-            last == rows or (padded and last < rows),
-            f"{name}: last entry must {'not exceed' if padded else 'equal'} q's {rows} rows, got {last}",
-        )
-    return starts
-
-
 @op
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float | None = None
@@ -125,7 +101,7 @@ def attention(
         check_tensor(name, t, 3)
     scale = _check(q, k, v, scale)
     require(k.shape[0] == q.shape[0], f"k: number of rows must equal q's {q.shape[0]}, got {k.shape[0]}")
-    starts = _check_starts("cu_seqlens", cu_seqlens, q, padded=False)
+    starts = check_first_rows("cu_seqlens", cu_seqlens, "q", q, padded=False)
     return _Attention.apply(unit(q), unit(k), unit(v), starts, scale)
 
 
@@ -178,8 +154,9 @@ def _check_paged(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, sc
     scale = _check(q, k_cache, v_cache, scale, "k_cache", "v_cache")
     block_size = k_cache.shape[1]
     require(block_size > 0, "k_cache: block_size must be positive, got 0")
-    starts = _check_starts("query_start_loc", query_start_loc, q, padded=True)
-    seq_lens, block_table = _check_ints("seq_lens", seq_lens, 1, q), _check_ints("block_table", block_table, 2, q)
+    starts = check_first_rows("query_start_loc", query_start_loc, "q", q, padded=True)
+    seq_lens = check_ints("seq_lens", seq_lens, 1, "q", q)
+    block_table = check_ints("block_table", block_table, 2, "q", q)
     batch = starts.numel() - 1
     require(
         seq_lens.shape[0] == batch, f"seq_lens: must have {batch} entries, one per sequence, got {seq_lens.shape[0]}"

@@ -38,13 +38,13 @@ DECODE_QUERIES, DECODE_CONTEXT = tl.constexpr(16), tl.constexpr(2048)
 
 
 @triton.jit
-def find_sequence(STARTS, seqs, tile, BLOCK: tl.constexpr):
-    """Return the sequence of `tile`: the tiles of sequence s begin at STARTS[s] // BLOCK + s."""
+def find_sequence(STARTS, seqs, tile, BLOCK: tl.constexpr, MORE: tl.constexpr = 1):
+    """Return the sequence of `tile`: the tiles of sequence s begin at STARTS[s] // BLOCK + s * MORE."""
     low = 0
     high = seqs
     while low + 1 < high:
         mid = (low + high) // 2
-        if tl.load(STARTS + mid) // BLOCK + mid <= tile:
+        if tl.load(STARTS + mid) // BLOCK + mid * MORE <= tile:
             low = mid
         else:
             high = mid

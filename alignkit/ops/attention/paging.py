@@ -9,6 +9,7 @@ import torch
 
 from ...errors import InputError
 from .._common import require
+from .._sequences import check_lengths
 
 
 def by_rows(kernel):
@@ -34,12 +35,7 @@ def check_pages(
 ) -> None:
     """Raise InputError for a sequence length below its queries or beyond its blocks, or a block outside the cache."""
     longest = int(lens.max()) if lens.numel() else 0
-    if len(short := (lens < queries).nonzero()):
-        i = int(short[0])
-        raise InputError(
-            f"seq_lens: must be at least the number of queries, got {int(lens[i])} for {int(queries[i])} queries "
-            f"of sequence {i}"
-        )
+    check_lengths(lens, queries)
     require(
         longest <= table.shape[1] * block_size,
         f"seq_lens: must be at most {table.shape[1] * block_size} (block_table's {table.shape[1]} columns of "

@@ -11,17 +11,10 @@ import torch
 
 from ...runtime.families import CPU
 from .._calls import in_torch
-from .._common import exp, fma
+from .._common import chain, exp, fma
 from .paging import by_rows
 
 KV_BLOCK, KV_LEAF, RESERVE = CPU.kv_block, CPU.kv_leaf, CPU.reserve  # contract: runtime.families
-
-
-def _chain(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
-    """Return acc [..., N] plus a[..., k] * b[..., k, N], one fma per k in ascending order."""
-    for k in range(a.shape[-1]):
-        acc = fma(a[..., k, None].expand_as(acc), b[..., k, :].expand_as(acc), acc)
-    return acc
 
 
 def _leaf(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor):
@@ -31,15 +24,15 @@ def _leaf(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor
     for b in range(0, k.shape[0], KV_BLOCK):
         kb, vb = k[b : b + KV_BLOCK].float(), v[b : b + KV_BLOCK].float()
         zeros = torch.zeros(heads, kb.shape[0], dtype=torch.float32, device=q.device)
-        s = _chain(q.float(), kb.permute(1, 2, 0), zeros) * scale
+        s = chain(q.float(), kb.permute(1, 2, 0), zeros) * scale
         row_max = s.amax(1, keepdim=True)
         if b == 0:
             m = s[:, :1] + RESERVE
         rescale = exp(row_max - m).to(q.dtype) >= 2
         alpha, m = torch.where(rescale, exp(m - (row_max + RESERVE)), 1.0), torch.where(rescale, row_max + RESERVE, m)
         p = exp(s - m).to(q.dtype).float()
-        l = _chain(p, torch.ones_like(p)[..., None], l * alpha)
-        acc = _chain(p, vb.transpose(0, 1), acc * alpha)
+        l = chain(p, torch.ones_like(p)[..., None], l * alpha)
+        acc = chain(p, vb.transpose(0, 1), acc * alpha)
     return m[:, 0], l[:, 0], acc
 
 
@@ -91,7 +84,7 @@ def backward(q, k, v, starts, out, m, l, d_out, scale):
             qh, kh, vh, g = q[i, h].float(), k[i, hk].float(), v[i, hk].float(), d_out[i, h].float()
 
             def product(a, b, acc):  # acc + a @ b
-                return _chain(a, b.expand(a.shape[0], *b.shape), acc)
+                return chain(a, b.expand(a.shape[0], *b.shape), acc)
 
             zeros, factor = (
                 torch.zeros(n, n, dtype=torch.float32, device=q.device),
@@ -99,7 +92,7 @@ def backward(q, k, v, starts, out, m, l, d_out, scale):
             )
             s = product(qh, kh.t(), zeros) * factor
             p = torch.where(causal, exp(s - m[i, h, None]) / l[i, h, None], 0.0)
-            delta = _chain(g, out[i, h].float()[..., None], torch.zeros(n, 1, dtype=torch.float32, device=q.device))
+            delta = chain(g, out[i, h].float()[..., None], torch.zeros(n, 1, dtype=torch.float32, device=q.device))
             ds = p * (product(g, vh.t(), zeros) - delta) * factor
             dq[i, h] = product(ds, kh, torch.zeros_like(qh))
             dk[i, hk] = product(ds.t(), qh, dk[i, hk])

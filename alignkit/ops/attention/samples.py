@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..samples import INTS, Sample, Scalar, Source, Tensor, poked, replaced, wrong_starts
+from ..samples import INTS, Sample, Scalar, Source, Tensor, poked, replaced, short_length, wrong_starts
 from . import attention, paged_attention
 
 
@@ -78,13 +78,7 @@ def _paged_attention(s: Source) -> Sample:
         ("a huge sequence", poked("seq_lens", 2**31 - 1, s), ("seq_lens",)),
         ("a negative length", poked("seq_lens", -s.size(9), s), ("seq_lens",)),
     ]
-    if queries[at]:
-
-        def short(args):
-            args["seq_lens"] = args["seq_lens"].clone()
-            args["seq_lens"][at] = queries[at] - 1
-
-        faults.append(("a length below its queries", short, ("seq_lens",)))
+    faults += short_length(s, queries)
     if used and out is not None:
         for what, alias in (
             ("q", lambda a: a["q"].detach()),

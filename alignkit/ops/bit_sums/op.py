@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...runtime.dispatch import one_per_backend
+from ...runtime.dispatch import Kernel, one_per_backend
+from ...runtime.families import TRITON
 from ..inputs import Inputs
 from ..record import ROWS, WIDTH, Golden, Op, Rows, Trial
 from ..samples import Sample, Source, Tensor
@@ -15,6 +16,12 @@ def _triton():
     from . import triton_backend
 
     return triton_backend
+
+
+def _products():
+    from . import products
+
+    return products
 
 
 def bits(given: Inputs) -> list[torch.Tensor]:
@@ -45,7 +52,7 @@ def _sample(s: Source) -> Sample:
 
 OP = Op(
     "bit_sums",
-    kernels={"bit_sums": one_per_backend(_triton, cpu, reference)},
+    kernels={"bit_sums": (Kernel("products", TRITON, _products), *one_per_backend(_triton, cpu, reference))},
     golden=(Golden(bits, modelled=True), Golden(bits_of_several, modelled=True)),
     self_test=_self_test,
     samples=lambda: {_sample: 2},

@@ -37,19 +37,25 @@ def _bit_sums(
     tl.store(OUT + tensor * rows + r, total.to(tl.int64), mask=r < rows)
 
 
+def addresses(bits: list[torch.Tensor]) -> tuple[torch.Tensor, bool]:
+    """Return the addresses of tensors, and whether all of them are aligned for vector loads."""
+    found = [x.data_ptr() for x in bits]
+    return torch.tensor(found, device=bits[0].device), not any(address % ALIGNMENT for address in found)
+
+
 def sums(bits: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
     first = bits[0]
     out = torch.zeros(len(bits), first.shape[0], dtype=torch.int64, device=first.device)
     if first.numel():
         rows, n = first.shape
-        addresses = [x.data_ptr() for x in bits]
+        pointers, aligned = addresses(bits)
         launch(
             _bit_sums,
             (triton.cdiv(rows, ROWS), len(bits)),
-            (torch.tensor(addresses, device=first.device), weights, out, rows, n, first.stride(0)),
+            (pointers, weights, out, rows, n, first.stride(0)),
             {"num_warps": 4},
             TYPE={2: tl.uint16, 4: tl.uint32}[first.element_size()],
-            ALIGNED=not any(address % ALIGNMENT for address in addresses),
+            ALIGNED=aligned,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
         )

@@ -1,6 +1,7 @@
-"""Backward pass of the gated delta rule's chunk states, the only part of the gated delta rule in alignkit.
+"""Backward pass of the gated delta rule's chunk states.
 
-Contract: docs/contract.md, "Gated delta rule". flash-linear-attention computes the other parts (fla.py).
+Contract: docs/contract.md, "Gated delta rule". flash-linear-attention computes the other parts of the backward pass
+(fla.py); ../delta_rule has the forward pass.
 
 Each sequence and head is computed chunk by chunk, last chunk first, starting from D = dht or 0. With the rows of a
 chunk as matrices:
@@ -34,11 +35,11 @@ from .._common import (
     checks_values,
     require,
 )
+from .._sequences import INTS
 from .problem import Delta
 
 CHUNK = 64  # contract: rows per chunk
 DIMS = (64, 128, 256)  # schedule: head dimensions K and V, a limit of the CUDA kernel, which does not check them
-INTS = (torch.int32, torch.int64)
 
 
 def _check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -185,6 +185,24 @@ def _sum_partials(PART, OUT, parts, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS
     tl.store(OUT + tl.program_id(1).to(tl.int64) * H + j, tree_sum(v, LEVELS), mask=j < H)
 
 
+def sum_partials(parts: torch.Tensor) -> torch.Tensor:
+    """Return the balanced-tree sum of the rows of fp32 parts [parts, H], at least one."""
+    h = parts.shape[1]
+    while len(parts) > 1:
+        sums = parts.new_empty(triton.cdiv(len(parts), 64), h)
+        launch(
+            _sum_partials,
+            (triton.cdiv(h, 32), len(sums)),
+            (parts, sums, len(parts)),
+            {"num_warps": 4},
+            H=h,
+            BLOCK=32,
+            LEVELS=6,
+        )
+        parts = sums
+    return parts[0]
+
+
 def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dx + d_total [..., H] and fp32 dweight [H], for contiguous dy."""
     h = x.shape[-1]
@@ -208,16 +226,4 @@ def backward(dy, x, weight, rstd, d_total=None, zero_centered: bool = False) -> 
         R=r,
         ZERO_CENTERED=zero_centered,
     )
-    while len(parts) > 1:
-        sums = parts.new_empty(triton.cdiv(len(parts), 64), h)
-        launch(
-            _sum_partials,
-            (triton.cdiv(h, 32), len(sums)),
-            (parts, sums, len(parts)),
-            {"num_warps": 4},
-            H=h,
-            BLOCK=32,
-            LEVELS=6,
-        )
-        parts = sums
-    return add_gradient(dx, d_total), parts[0]
+    return add_gradient(dx, d_total), sum_partials(parts)

@@ -18,3 +18,16 @@ def backward(gate, x, dy) -> tuple[torch.Tensor, torch.Tensor]:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     native.call_threaded("sigmoid_mul_grad", *x.shape, x.dtype, gate, x, dy, dgate, dx)
     return dgate, dx
+
+
+def forward_each(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    native.call_threaded("sigmoid_mul_each", *x.shape, x.dtype, gate, gate.stride(0), x, x.stride(0), y)
+    return y
+
+
+def backward_each(gate, x, dy) -> tuple[torch.Tensor, torch.Tensor]:
+    dgate, dx = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    operands = gate, gate.stride(0), x, x.stride(0), dy, dgate, dx
+    native.call_threaded("sigmoid_mul_each_grad", *x.shape, x.dtype, *operands)
+    return dgate, dx

@@ -18,5 +18,14 @@ def _sigmoid_mul(s: Source) -> Sample:
     return Sample("sigmoid_mul", sigmoid_mul, given, exact=lambda gate, x: torch.sigmoid(gate) * x, terms=terms)
 
 
-SAMPLES = {_sigmoid_mul: 5}
+def _sigmoid_mul_each(s: Source) -> Sample:
+    dtype, shape = s.dtype(), [*s.lead(), s.size(40, 0)]
+    given = {
+        name: Tensor(s.floats(*shape, dtype=dtype), tuple(range(len(shape))), rows=True, leaf=True)
+        for name in ("gate", "x")
+    }
+    return Sample("sigmoid_mul", sigmoid_mul, given, exact=lambda gate, x: torch.sigmoid(gate) * x)
+
+
+SAMPLES = {_sigmoid_mul: 5, _sigmoid_mul_each: 3}
 """Weight of each generator."""

@@ -79,7 +79,14 @@ MUTATIONS = (
         "{ bf16 t; store(&t, p[j]); store(o + j, load(&t) + bias[j]); }",
         "rounding_linears",
     ),
-    of_cpp("lanes added by neighbors", "s[i] += s[i + h];", "s[i] = s[2 * i] + s[2 * i + 1];", *LANES),
+    of_cpp(
+        "lanes added by neighbors",
+        "s[i] += s[i + h];",
+        "s[i] = s[2 * i] + s[2 * i + 1];",
+        *LANES,
+        "rounding_l2_norm",
+        "rounding_gated_rms_norm",
+    ),
     of_cpp(
         "one lane instead of 16",
         "{ float v = load(p + j + l); s[l] = fma1(v, v, s[l]); }",
@@ -87,12 +94,21 @@ MUTATIONS = (
         "rounding_norms",
         "rounding_rotations",
     ),
-    of_cpp("norm multiplied by weight first", "load(p + j) * rs * w[j]", "load(p + j) * (rs * w[j])", "rounding_norms"),
+    of_cpp(
+        "norm multiplied by weight first",
+        "load(p + j) * rs * w[j]",
+        "load(p + j) * (rs * w[j])",
+        "rounding_norms",
+        "rounding_gated_rms_norm",
+        times=3,
+    ),
     of_cpp(
         "gradient of the norm's weight from the last row",
         "for (i64 r = 0; r < rows; ++r)\n            for (i64 j = j0",
         "for (i64 r = rows - 1; r >= 0; --r)\n            for (i64 j = j0",
         "rounding_norms",
+        "rounding_gated_rms_norm",
+        times=2,
     ),
     of_cpp("rotation not fused", "fma1(a, c, -(b * s))", "a * c - b * s", "rounding_elementwise", "rounding_rotations"),
     of_cpp(
@@ -151,6 +167,57 @@ MUTATIONS = (
         "float(double(load(z + r * ldz + j) / t) - lse[r])",
         "load(z + r * ldz + j) / t - float(lse[r])",
         "rounding_head",
+    ),
+    of_cpp(
+        "element's gate rounded",
+        "1.f / (1.f + exp1(-load(gate + r * ldg + j))) * load",
+        "round_to<T>(1.f / (1.f + exp1(-load(gate + r * ldg + j)))) * load",
+        "rounding_sigmoid_mul_each",
+    ),
+    of_cpp(
+        "newest token of a convolution first",
+        "for (i64 j = 0; j < taps; ++j) {\n            const T* p = row(r - (taps - 1) + j);\n            for",
+        "for (i64 j = taps - 1; j >= 0; --j) {\n            const T* p = row(r - (taps - 1) + j);\n            for",
+        "rounding_short_conv",
+    ),
+    of_cpp(
+        "gradient of a convolution's filter from the last row",
+        "for (i64 r = 0; r < starts[s + 1] - starts[s]; ++r)",
+        "for (i64 r = starts[s + 1] - starts[s] - 1; r >= 0; --r)",
+        "rounding_short_conv",
+    ),
+    of_cpp(
+        "logarithm of softplus in fp32",
+        "float(std::log1p(double(exp1(x))))",
+        "std::log1p(exp1(x))",
+        "rounding_delta_gates",
+    ),
+    of_cpp(
+        "gate's gradient multiplied from the right",
+        "dg[i] * factor[j] * slope",
+        "dg[i] * (factor[j] * slope)",
+        "rounding_delta_gates",
+    ),
+    of_cpp(
+        "rows of a chunk's state added from the last",
+        "for (i64 i = 0; i < CHUNK; ++i)\n                for (i64 c = 0; c < V; ++c) p[c] = fma1(keys",
+        "for (i64 i = CHUNK - 1; i >= 0; --i)\n                for (i64 c = 0; c < V; ++c) p[c] = fma1(keys",
+        "rounding_delta_rule",
+    ),
+    of_cpp(
+        "inverse of a chunk not rounded",
+        "float factor = round_to<T>(d[i * CHUNK + j]);",
+        "float factor = d[i * CHUNK + j];",
+        "rounding_delta_rule",
+    ),
+    of_cpp(
+        "beta multiplied first",
+        "beta * (load(v + c) - grown * x[c])",
+        "(beta * load(v + c) - beta * (grown * x[c]))",
+        "rounding_delta_rule",
+    ),
+    of_cpp(
+        "state of a chunk not rounded", "rounded[i] = round_to<T>(s[i]);", "rounded[i] = s[i];", "rounding_delta_rule"
     ),
     of_reference(
         "k reversed",
